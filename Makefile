@@ -1,0 +1,63 @@
+# Every target sets up what it needs. A second call installs nothing again.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Everything that is installed is held to the versions this project is tested with.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help test check fix demo bench chaos soak docs clean
+
+help:  ## say what there is
+	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):.*## */  \1\t/' | expand -t 12
+	@echo "  PYTHON=python3.12 make test    with another interpreter; ARGS='-k pool -x' for pytest"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+.venv: $(VENV)/.installed-dev  ## set up the folder for development
+
+# torch goes first and alone: it decides which build all others are resolved against.
+$(VENV)/.installed-torch: constraints.txt | $(BIN)/python
+	$(INSTALL) torch
+	@touch $@
+
+# One stamp per extra: who wants the demo alone does not install the type checkers.
+$(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.installed-torch
+	$(INSTALL) -e '.[$*]'
+	@touch $@
+
+test: $(VENV)/.installed-test  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev  ## lint, format and both type checkers; all of them, whichever fails
+	@failed=; \
+	for tool in "ruff check" "ruff format --check" "mypy" "pyright"; do \
+	    echo "== $$tool"; $(BIN)/python -m $$tool || failed="$$failed '$$tool'"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+
+fix: $(VENV)/.installed-dev  ## mend what ruff can mend
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
+
+demo: $(VENV)/.installed-demo  ## train on handwritten digits with four workers
+	$(BIN)/python docs/examples/train_digits.py $(ARGS)
+
+bench: $(VENV)/.installed-bench  ## measure, also against what others made
+	$(BIN)/python -m benchmarks $(ARGS)
+
+chaos: $(VENV)/.installed-test  ## kill, stop and starve workers at random for a while
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+soak: $(VENV)/.installed-test  ## run calls for a long time and watch for growth
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+docs: $(VENV)/.installed-docs  ## build the documentation
+	$(BIN)/python -m mkdocs build --strict
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
