@@ -10,12 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
-
-import asyncwg
 
 LAYERS: Final[Sequence[Sequence[str]]] = (
     ("errors", "_linux"),
@@ -49,12 +48,19 @@ LATE: Final = HEAVY | {"pynvml", "uvloop"}
 """What functions may import."""
 
 LATE_EXTRA: Final[dict[str, frozenset[str]]] = {
+    # Its `__getattr__` loads the batches, and with them torch, when they are first named.
+    "": frozenset({"asyncwg.protocol"}),
     # It forks workers, and loads for all of them what each would load for itself.
     "_worker.guardian": frozenset({"asyncio", "asyncwg._worker.main", "fcntl"}),
 }
 """More that the functions of one module may import."""
 
-ROOT: Final = Path(asyncwg.__file__).parent
+_SPEC: Final = find_spec(
+    "asyncwg"
+)  # found and not imported: the rules hold for a broken package too
+assert _SPEC is not None
+assert _SPEC.origin is not None
+ROOT: Final = Path(_SPEC.origin).parent
 
 
 class Import(NamedTuple):
