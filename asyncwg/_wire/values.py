@@ -1,0 +1,163 @@
+"""How tensors and arrays are written: dtype, shape, and one buffer that holds their bytes.
+
+Only the bytes of a view travel, not the storage behind it. Tensors arrive detached, on the CPU,
+contiguous and writable; two views of one storage arrive as two tensors. What has no plain memory
+(sparse, quantised, nested) goes torch's own way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+Reducer = Callable[[Any], Any]
+
+
+def reducer_for(cls: type) -> Reducer | None:
+    """Return how instances of exactly ``cls`` are pickled, or None for pickle's own way.
+
+    A class that defines its own way of being pickled keeps it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(cls, torch.Tensor):
+        if cls is torch.Tensor:
+            return _reduce_tensor
+        if cls is torch.nn.Parameter:
+            return _reduce_parameter
+        own = any(
+            name in vars(base)
+            for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)]
+            for name in ("__reduce_ex__", "__reduce__", "__tensor_flatten__")
+        )
+        return None if own else _reduce_subclass
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and cls is numpy.ndarray:
+        return _reduce_array
+    return None
+
+
+def _reduce_array(array: Any) -> Any:
+    # A read-only array would arrive read-only: its copy does not. Whoever receives it owns it.
+    writable = array if array.flags.writeable else array.copy()
+    return writable.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+_dtypes: dict[str, Any] = {}
+"""torch's dtypes by name, filled when the first tensor is seen."""
+_by_numpy: dict[Any, str] = {}
+"""Names of the dtypes that numpy has too, by dtype: their tensors need no reinterpreting."""
+_NUMPY_TOO = [
+    "float32",
+    "float64",
+    "float16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "uint16",
+    "uint32",
+    "uint64",
+]
+
+
+def _learn_dtypes() -> Any:
+    import torch  # import here: only a process that has a tensor loads it
+
+    for name in dir(torch):
+        dtype = getattr(torch, name)
+        if isinstance(dtype, torch.dtype):
+            _dtypes[str(dtype).removeprefix("torch.")] = dtype
+    _by_numpy.update({_dtypes[name]: name for name in _NUMPY_TOO})
+    return torch
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    torch = sys.modules["torch"]
+    name = _by_numpy.get(tensor.dtype)
+    if name is not None and tensor.layout is torch.strided and tensor.is_contiguous():
+        try:
+            array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        except (TypeError, RuntimeError):  # on a device, lazily conjugated, without memory
+            return _reduce_slowly(tensor)
+        if not array.size:
+            return _empty_tensor, (name, array.shape)
+        return _tensor, (name, array.shape, pickle.PickleBuffer(array))
+    if not _dtypes:
+        _learn_dtypes()
+    return _reduce_slowly(tensor)
+
+
+def _reduce_slowly(tensor: Any) -> Any:
+    torch = sys.modules["torch"]
+    odd = (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+    )
+    flat = tensor.detach()
+    if flat.device.type not in ("cpu", "meta"):
+        flat = flat.cpu()
+    if odd:
+        with warnings.catch_warnings():
+            # torch's reducer of quantised tensors warns about a class that it uses itself.
+            warnings.simplefilter("ignore", UserWarning)
+            return flat.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    shape = tuple(flat.shape)
+    name = str(flat.dtype).removeprefix("torch.")
+    flat = flat.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if not flat.numel():
+        return _empty_tensor, (name, shape)
+    return _raw_tensor, (name, shape, pickle.PickleBuffer(flat.view(torch.uint8).numpy()))
+
+
+def _reduce_parameter(parameter: Any) -> Any:
+    return _parameter, (parameter.detach(), parameter.requires_grad, dict(vars(parameter)))
+
+
+def _reduce_subclass(tensor: Any) -> Any:
+    torch = sys.modules["torch"]
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # torch's own reducers do this
+        plain = tensor.detach().as_subclass(torch.Tensor)
+    return _subclass, (type(tensor), plain, dict(vars(tensor)))
+
+
+def _tensor(name: str, shape: tuple[int, ...], buffer: Any) -> Any:
+    if not _dtypes:
+        _learn_dtypes()
+    flat = sys.modules["torch"].frombuffer(buffer, dtype=_dtypes[name])
+    return flat if len(shape) == 1 else flat.reshape(shape)
+
+
+def _raw_tensor(name: str, shape: tuple[int, ...], buffer: Any) -> Any:
+    if not _dtypes:
+        _learn_dtypes()
+    torch = sys.modules["torch"]
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(_dtypes[name]).reshape(shape)
+
+
+def _empty_tensor(name: str, shape: tuple[int, ...]) -> Any:
+    if not _dtypes:
+        _learn_dtypes()
+    return sys.modules["torch"].empty(shape, dtype=_dtypes[name])
+
+
+def _parameter(data: Any, requires_grad: bool, state: dict[str, Any]) -> Any:
+    import torch  # import here: only a process that gets a tensor loads it
+
+    parameter = torch.nn.Parameter(data, requires_grad)
+    vars(parameter).update(state)
+    return parameter
+
+
+def _subclass(cls: type, plain: Any, state: dict[str, Any]) -> Any:
+    tensor = plain.as_subclass(cls)
+    vars(tensor).update(state)
+    return tensor

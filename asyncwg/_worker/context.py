@@ -1,0 +1,81 @@
+"""What a worker process knows of itself, and what a running method may ask about its call."""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from dataclasses import dataclass
+
+from asyncwg.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands. Set once, before user code runs."""
+
+    group: str
+    rank: int
+    world_size: int
+    local_rank: int
+    """Place on its node, whatever ``LOCAL_RANK`` says to libraries."""
+    local_world_size: int
+
+
+class CurrentCall:
+    """The call that the running method serves; get it with `asyncwg.current_call`.
+
+    Attributes:
+        id: number of the call in its group; the same on every rank.
+        method: ``Class.method``.
+        rows: real rows in this rank's shard, without padding; None when nothing was split.
+    """
+
+    __slots__ = ("_cancelled", "_deadline", "id", "method", "rows")
+
+    def __init__(
+        self, call_id: int, method: str, rows: int | None = None, timeout: float | None = None
+    ) -> None:
+        self.id = call_id
+        self.method = method
+        self.rows = rows
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._cancelled = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller no longer waits: what the method returns will be thrown away."""
+        return self._cancelled
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until the deadline of the call, at least 0; None when it has none."""
+        if self._deadline is None:
+            return None
+        return max(0.0, self._deadline - time.monotonic())
+
+    def cancel(self) -> None:
+        """Take note that the caller has gone."""
+        self._cancelled = True
+
+    def __repr__(self) -> str:
+        return f"<CurrentCall {self.id} {self.method} rows={self.rows} cancelled={self._cancelled}>"
+
+
+place: Place | None = None
+"""This process's place, or None where it is no worker."""
+
+running: contextvars.ContextVar[CurrentCall | None] = contextvars.ContextVar(
+    "asyncwg_current_call", default=None
+)
+
+
+def current_call() -> CurrentCall:
+    """Return the call that the running method serves.
+
+    Raises:
+        UsageError: no call is running in this thread or task.
+    """
+    call = running.get()
+    if call is None:
+        raise UsageError("current_call() is for the methods of a worker while they serve a call")
+    return call

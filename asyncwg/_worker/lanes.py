@@ -1,0 +1,284 @@
+"""The three lanes of a worker.
+
+- `ComputeLane`: ``def`` methods, one at a time, in the main thread, with blocking reads.
+- `AsyncLane`: ``async def`` methods, concurrently, on an event loop in a thread of its own. Torch's
+  grad mode is per thread, and signal handlers run in the main thread only.
+- `ControlLane`: a daemon thread that answers while a method runs. The end of its stream means that
+  the controller is gone, and ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import inspect
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncwg._transport.aio import SocketChannel
+from asyncwg._transport.blocking import BlockingChannel
+from asyncwg._wire.frames import Buffer, Kind, pack
+from asyncwg._worker import context
+from asyncwg._worker.context import CurrentCall
+from asyncwg._worker.gate import Gate
+from asyncwg._worker.service import Request, Service
+
+
+class ComputeLane:
+    """Runs ``def`` methods. Everything here happens in the main thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.channel = BlockingChannel(sock)
+        self.gate = Gate()
+        self.stopping = False
+        self._service: Service | None = None
+        self._stop_id: int | None = None
+
+    def wait_for(self, kind: Kind) -> tuple[memoryview, int, int]:
+        """Read until a frame of ``kind`` comes; return its body, number of buffers and call id."""
+        found: list[tuple[memoryview, int, int]] = []
+
+        def deliver(
+            call_id: int, got: int, _f: int, _a: int, n_buffers: int, body: memoryview
+        ) -> None:
+            if got == kind:
+                found.append((body if n_buffers else memoryview(bytes(body)), n_buffers, call_id))
+
+        while not found:
+            if not self.channel.read(deliver):
+                raise SystemExit(0)
+        return found[0]
+
+    def serve(self, service: Service) -> int:
+        """Run calls until STOP, and return its call id."""
+        self._service = service
+        while self._stop_id is None:
+            if not self.channel.read(self._deliver):
+                raise SystemExit(0)
+        return self._stop_id
+
+    def _deliver(
+        self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
+    ) -> None:
+        if kind == Kind.STOP:
+            self._stop_id = call_id
+        elif not self.stopping and self._stop_id is None:
+            reply = self._run(call_id, kind, flags, aux, n_buffers, body)
+            if reply is not None:
+                self.channel.send(reply)
+
+    def _run(
+        self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
+    ) -> list[Buffer] | None:
+        service = self._service
+        assert service is not None
+        try:
+            call, function, args, kwargs = service.request(
+                call_id, kind, flags, aux, n_buffers, body
+            )
+        except BaseException as error:  # noqa: BLE001  # a user's unpickling: its error is the answer
+            return service.failure(call_id, error)
+        if not self.gate.enter(call):
+            return None
+        token = context.running.set(call)
+        try:
+            value = function(*args, **kwargs)
+            if value is not None and inspect.iscoroutine(value):
+                value = asyncio.run(value)
+        except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
+            return service.failure(call_id, error, skip_frames=1)
+        finally:
+            context.running.reset(token)
+            self.gate.leave(call)
+        try:
+            reply = service.result(call_id, value)
+        except BaseException as error:  # noqa: BLE001  # border: a user's reducers run here
+            return service.unsendable(call_id, call.method, value, error)
+        meshes = service.meshes()
+        if meshes is not None:
+            self.channel.send(meshes)
+        return reply
+
+
+class AsyncLane:
+    """Runs ``async def`` methods as tasks, started in the order of their calls."""
+
+    def __init__(self, sock: socket.socket, limits: dict[str, int]) -> None:
+        self.gate = Gate(self._unpark)
+        self._sock = sock
+        self._limits = {name: asyncio.Semaphore(limit) for name, limit in limits.items()}
+        self._service: Service | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._parked: collections.deque[Request] = collections.deque()
+        self._loop = _new_loop()
+        self._thread = threading.Thread(target=self._main, name="asyncwg-async", daemon=True)
+        self._channel: SocketChannel | None = None
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run ``coroutine`` on the lane's loop and wait for it, from another thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def serve(self, service: Service) -> None:
+        """Start to take calls."""
+        self._service = service
+        self._loop.call_soon_threadsafe(self._open)
+
+    def stop(self) -> None:
+        """Cancel what runs and wait until it has ended."""
+        self.run(self._cancel_all())
+
+    def cancel(self, call_id: int) -> None:
+        """Cancel the task of a call, from any thread; a call that has not started never will."""
+        self._loop.call_soon_threadsafe(self._cancel, call_id)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _open(self) -> None:
+        self._channel = SocketChannel(self._loop, self._sock, self._deliver, lambda _error: None)
+
+    def _deliver(
+        self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
+    ) -> None:
+        service = self._service
+        assert service is not None
+        try:
+            request = service.request(call_id, kind, flags, aux, n_buffers, body)
+        except BaseException as error:  # noqa: BLE001  # a user's unpickling: its error is the answer
+            self._send(service.failure(call_id, error))
+            return
+        if self._parked or not self._start(request):
+            self._parked.append(request)
+
+    def _start(self, request: Request) -> bool:
+        entered = self.gate.try_enter(request.call)
+        if entered:
+            task = self._loop.create_task(self._serve(request))
+            self._tasks[request.call.id] = task
+        return entered is not None
+
+    def _unpark(self) -> None:
+        self._loop.call_soon_threadsafe(self._retry)
+
+    def _retry(self) -> None:
+        while self._parked and self._start(self._parked[0]):
+            self._parked.popleft()
+
+    async def _serve(self, request: Request) -> None:
+        service = self._service
+        assert service is not None
+        call = request.call
+        context.running.set(call)
+        try:
+            self._send(await self._answer(service, request))
+        finally:
+            self.gate.leave(call)
+            self._tasks.pop(call.id, None)
+
+    async def _answer(self, service: Service, request: Request) -> list[Buffer]:
+        call = request.call
+        try:
+            limit = self._limits.get(call.method.rpartition(".")[2])
+            if limit is None:
+                value = await self._bounded(request)
+            else:
+                async with limit:
+                    value = await self._bounded(request)
+        except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
+            return service.failure(call.id, error, skip_frames=2)
+        try:
+            reply = service.result(call.id, value)
+        except BaseException as error:  # noqa: BLE001  # border: a user's reducers run here
+            return service.unsendable(call.id, call.method, value, error)
+        meshes = service.meshes()
+        if meshes is not None:
+            self._send(meshes)
+        return reply
+
+    async def _bounded(self, request: Request) -> Any:
+        remaining = request.call.remaining
+        if remaining is None:
+            return await request.function(*request.args, **request.kwargs)
+        async with asyncio.timeout(remaining):
+            return await request.function(*request.args, **request.kwargs)
+
+    def _send(self, pieces: list[Buffer]) -> None:
+        assert self._channel is not None
+        self._channel.send(pieces)
+
+    def _cancel(self, call_id: int) -> None:
+        task = self._tasks.get(call_id)
+        if task is not None:
+            task.cancel()
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class ControlLane:
+    """Answers the controller while methods run."""
+
+    def __init__(self, sock: socket.socket, compute: ComputeLane) -> None:
+        self._channel = BlockingChannel(sock)
+        self._compute = compute
+        self._async: AsyncLane | None = None
+        self.exit_asked = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="asyncwg-control", daemon=True)
+        self._thread.start()
+
+    def attach(self, lane: AsyncLane) -> None:
+        """Let it reach the async lane too."""
+        self._async = lane
+
+    def _main(self) -> None:
+        try:
+            while self._channel.read(self._deliver):
+                pass
+        finally:
+            # The controller is gone, or what it sends makes no sense: nobody is left to work for.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _deliver(
+        self, call_id: int, kind: int, _flags: int, aux: int, _n_buffers: int, _body: memoryview
+    ) -> None:
+        gate = self._gate(aux)
+        if kind == Kind.HOLD:
+            held = gate.hold(call_id)
+            self._channel.send(pack(Kind.HELD if held else Kind.STARTED, call_id, aux=aux))
+        elif kind == Kind.DROP:
+            gate.drop(call_id)
+        elif kind == Kind.RESUME:
+            gate.resume(call_id)
+        elif kind == Kind.CANCEL:
+            call: CurrentCall | None = gate.cancel(call_id)
+            if call is not None and aux and self._async is not None:
+                self._async.cancel(call_id)
+        elif kind == Kind.PING:
+            self._channel.send(pack(Kind.PONG, call_id))
+        elif kind == Kind.STOP:
+            self._compute.stopping = True
+        elif kind == Kind.EXIT:
+            self.exit_asked.set()
+
+    def _gate(self, aux: int) -> Gate:
+        return self._async.gate if aux and self._async is not None else self._compute.gate
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    try:
+        import uvloop  # import here: optional
+
+        factory = uvloop.new_event_loop
+    except ImportError:
+        pass
+    return factory()

@@ -1,0 +1,106 @@
+"""The life of a worker: build the user's object, serve calls, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import inspect
+import os
+import socket
+import sys
+import threading
+from typing import Any, NoReturn
+
+from asyncwg import _linux as linux
+from asyncwg import distributed
+from asyncwg._wire import codec
+from asyncwg._wire.frames import Kind, pack, unpack
+from asyncwg._wire.launch import Descriptors
+from asyncwg._worker.boot import prepare, read_record
+from asyncwg._worker.lanes import AsyncLane, ComputeLane, ControlLane
+from asyncwg._worker.service import Service, UnreadableError
+
+
+def main(descriptors: Descriptors, guardian: int) -> NoReturn:
+    """Run a worker until the controller stops it. Called in the main thread of a fresh process."""
+    linux.die_with_parent(guardian)
+    compute = ComputeLane(socket.socket(fileno=descriptors["compute"]))
+    control = ControlLane(socket.socket(fileno=descriptors["control"]), compute)
+    prepare(read_record(descriptors["boot"]))
+    distributed.install_rendezvous()
+    code = _serve(compute, control, descriptors["lane"])
+    _finish(code)
+
+
+def _serve(compute: ComputeLane, control: ControlLane, lane_fd: int | None) -> int:
+    body, n_buffers, init_id = compute.wait_for(Kind.INIT)
+    lane: AsyncLane | None = None
+    try:
+        cls, args, kwargs, names, limits = _read_init(body, n_buffers)
+        if lane_fd is not None:
+            lane = AsyncLane(socket.socket(fileno=lane_fd), limits)
+        worker = cls(*args, **kwargs)
+        _call_hook(worker, "setup", lane)
+    except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
+        compute.channel.send(Service(None, ()).failure(init_id, error, skip_frames=1))
+        control.exit_asked.wait()
+        return 1
+    service = Service(worker, names)
+    if lane is not None:
+        control.attach(lane)
+        lane.serve(service)
+    meshes = service.meshes()
+    if meshes is not None:
+        compute.channel.send(meshes)
+    compute.channel.send(pack(Kind.READY, init_id))
+    stop_id = compute.serve(service)
+    try:
+        if lane is not None:
+            lane.stop()
+        _call_hook(worker, "close", lane)
+        compute.channel.send(pack(Kind.STOPPED, stop_id))
+    except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
+        compute.channel.send(service.failure(stop_id, error, skip_frames=1))
+    del worker, service.worker
+    # Ranks leave when all have closed, so that nobody loses a peer it still talks to.
+    control.exit_asked.wait()
+    return 0
+
+
+def _read_init(body: memoryview, n_buffers: int) -> Any:
+    stream, buffers = unpack(body, n_buffers)
+    try:
+        return codec.decode(stream, buffers)
+    except BaseException as error:
+        raise UnreadableError(
+            f"the worker's class or its arguments can't be unpickled in the worker: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _call_hook(worker: Any, name: str, lane: AsyncLane | None) -> None:
+    hook = getattr(worker, name, None)
+    if not callable(hook):
+        return
+    value = hook()
+    if inspect.iscoroutine(value):
+        if lane is None:
+            asyncio.run(value)
+        else:
+            lane.run(value)
+
+
+def _finish(code: int) -> NoReturn:
+    """Leave as a program does, without tearing down the interpreter piece by piece.
+
+    Taking torch apart costs 50 ms and frees nothing that the kernel does not.
+    """
+    try:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()  # noqa: SLF001  # what multiprocessing's own children call
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)

@@ -1,0 +1,113 @@
+"""Serve one call: bytes in, method run, bytes out. The same for every lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from asyncwg._wire import codec, failures
+from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, Buffer, Kind, pack, unpack
+from asyncwg._worker.context import CurrentCall
+from asyncwg.errors import AsyncwgError
+
+
+class UnreadableError(AsyncwgError):
+    """Arguments that the worker can't unpickle; its ``__cause__`` says why."""
+
+
+class Request(NamedTuple):
+    """A call, decoded."""
+
+    call: CurrentCall
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+class Service:
+    """The user's object and the numbers of its methods."""
+
+    def __init__(self, worker: Any, names: Sequence[str]) -> None:
+        self.worker = worker
+        self._names = names
+        self._label = type(worker).__name__
+        self._labels = [f"{self._label}.{name}" for name in names]
+        self._reported = 0
+
+    def request(
+        self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
+    ) -> Request:
+        """Decode a CALL or RUN frame.
+
+        Raises:
+            UnreadableError: the arguments don't unpickle here.
+            AttributeError: there is no such method.
+        """
+        extras: dict[str, Any] = {}
+        args: Sequence[Any] = ()
+        kwargs: dict[str, Any] = {}
+        if not flags & NONE:
+            stream, buffers = unpack(body, n_buffers)
+            try:
+                value = codec.decode(stream, buffers)
+            except BaseException as error:
+                label = self._names[aux] if aux < len(self._names) else "the call"
+                raise UnreadableError(
+                    f"the arguments of {self._label}.{label} can't be unpickled in the worker: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if flags & EXTRAS:
+                args, kwargs, extras = value
+            else:
+                args, kwargs = value
+        if kind == Kind.RUN:
+            function, *rest = args
+            label = getattr(function, "__name__", "run")
+            args = (self.worker, *rest)
+        elif aux != NO_METHOD:
+            label = self._labels[aux]
+            function = getattr(self.worker, self._names[aux])
+        else:
+            name = extras["name"]
+            label = f"{self._label}.{name}"
+            function = getattr(self.worker, name)
+        if extras:
+            call = CurrentCall(call_id, label, extras.get("rows"), extras.get("timeout"))
+        else:
+            call = CurrentCall(call_id, label)
+        return Request(call, function, args, kwargs)
+
+    def result(self, call_id: int, value: Any) -> list[Buffer]:
+        """Encode what a method returned.
+
+        Raises:
+            Exception: it can't be pickled.
+        """
+        if value is None:
+            return pack(Kind.RESULT, call_id, flags=NONE)
+        encoded = codec.encode(value)
+        return pack(Kind.RESULT, call_id, encoded.stream, encoded.buffers)
+
+    def failure(self, call_id: int, error: BaseException, *, skip_frames: int = 0) -> list[Buffer]:
+        """Encode what a method raised. Never raises."""
+        record = failures.capture(error, skip_frames=skip_frames)
+        return pack(Kind.ERROR, call_id, codec.encode(record).stream)
+
+    def unsendable(
+        self, call_id: int, method: str, value: Any, error: BaseException
+    ) -> list[Buffer]:
+        """Encode that a method's result can't be pickled, and which part of it."""
+        told = TypeError(
+            f"the result of {method} can't be pickled: "
+            f"{codec.explain_failure(value, 'result')}: {error}"
+        )
+        told.__cause__ = error
+        return self.failure(call_id, told)
+
+    def meshes(self) -> list[Buffer] | None:
+        """Encode the meshes of the worker when some are new, else None."""
+        version: int = getattr(self.worker, "_mesh_version", 0)
+        if version == self._reported:
+            return None
+        self._reported = version
+        return pack(Kind.MESHES, 0, codec.encode(self.worker.get_dispatch_collect()).stream)

@@ -1,0 +1,223 @@
+"""``Call``: one call to some ranks, on its way. An awaitable that `asyncio` takes everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from typing import Any, Generic, Protocol, TypeVar, final
+
+from asyncwg._wire import codec
+
+__all__ = ["Call"]
+
+T = TypeVar("T")
+
+
+class Progress(Protocol):
+    """What is known of a call that has been sent."""
+
+    ranks: Sequence[int]
+    watch: Callable[[], None] | None
+    """Called whenever a rank has answered."""
+
+    def landed(self) -> list[tuple[int, Any]]:
+        """Return rank and value, or exception, of those that have answered, in that order."""
+        ...
+
+
+class CallFuture(asyncio.Future[T]):
+    """The future behind a call; cancelling it, by whatever way, tells the group.
+
+    A done callback would tell too, one turn of the loop later and at the price of a handle per
+    call.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.on_abandon: Callable[[], None] | None = None
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancel it and tell the group, if it was not done."""
+        if not super().cancel(msg):
+            return False
+        self.abandon()
+        return True
+
+    def abandon(self) -> None:
+        """Tell the group that nobody waits for the result any more."""
+        on_abandon, self.on_abandon = self.on_abandon, None
+        if on_abandon is not None:
+            on_abandon()
+
+
+@final
+class Call(Coroutine[Any, Any, T], Generic[T]):
+    """What a method of a group returns: the call is under way, and awaiting it gives its result.
+
+    Await it any number of times, from any number of tasks. It works in ``await``,
+    ``asyncio.gather``, ``wait_for``, ``timeout``, ``as_completed``, ``create_task`` and
+    ``TaskGroup.create_task``. (`asyncio.wait` takes ``asyncio.ensure_future(call)``.) Cancelling an
+    awaiter cancels the call for everyone, as with a task; ``asyncio.shield`` waits without owning
+    it. A call that fails and that nobody looks at is reported like an asyncio task's exception.
+
+    Groups make calls; there is no other way to get one.
+    """
+
+    __slots__ = ("__weakref__", "_future", "_iterators", "_label", "_progress")
+
+    def __init__(self, future: CallFuture[T], label: str) -> None:
+        self._future = future
+        self._label = label
+        self._progress: Progress | None = None
+        self._iterators: dict[Any, Generator[Any, None, T]] | None = None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait for the result.
+
+        Raises:
+            Exception: what the method raised, on a call to one rank.
+            WorkerGroupError: with what each failed rank raised, on a call to several.
+            WorkerDiedError: a rank's process ended.
+            GroupBrokenError: the group broke for another reason.
+            GroupClosedError: the group was shut down meanwhile.
+            CallTimeoutError: the call's deadline passed.
+        """
+        return self._future.__await__()
+
+    @property
+    def future(self) -> CallFuture[T]:
+        """The future behind it. For the group that made it."""
+        return self._future
+
+    def attach(self, progress: Progress) -> None:
+        """Take note that the call has been sent. For the group that made it."""
+        self._progress = progress
+
+    def cancel(self) -> bool:
+        """Cancel the call for everyone who awaits it; False if it has ended.
+
+        Returns at once. A call that no rank has started is dropped on all; otherwise every rank
+        runs it and the result is thrown away: ``async def`` bodies are cancelled, ``def`` bodies
+        can ask ``asyncwg.current_call().cancelled``.
+        """
+        return self._future.cancel()
+
+    def done(self) -> bool:
+        """Whether it has a result, has failed or was cancelled."""
+        return self._future.done()
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._future.cancelled()
+
+    async def results(self) -> list[Any]:
+        """Wait for all ranks and return what each gave, by rank, not joined.
+
+        An exception stands in the place of a rank that failed; what ends the whole call (a death, a
+        deadline) stands in the place of every rank that had not answered.
+        """
+        try:
+            await asyncio.shield(self._future)
+        except Exception as error:  # noqa: BLE001  # each rank's own stands in its place
+            return self._outcomes(error)
+        return self._outcomes(None)
+
+    async def as_completed(self) -> AsyncIterator[tuple[int, Any]]:
+        """Yield ``(rank, value)`` as the ranks answer, not joined.
+
+        An exception stands in the place of the value of a rank that failed. Ranks are numbered as in the whole group, also on a view.
+        """
+        landed: asyncio.Queue[None] = asyncio.Queue()
+        self._future.add_done_callback(lambda _future: landed.put_nowait(None))
+        told: set[int] = set()
+        while True:
+            progress = self._progress
+            if progress is not None:
+                progress.watch = lambda: landed.put_nowait(None)
+                for rank, value in progress.landed():
+                    if rank not in told:
+                        told.add(rank)
+                        yield rank, value
+                if len(told) == len(progress.ranks):
+                    return
+            if self._future.done():
+                break
+            await landed.get()
+        if self._future.cancelled():
+            raise asyncio.CancelledError
+        error = self._future.exception()
+        if progress is None and error is not None:
+            raise error
+        ranks = () if progress is None else progress.ranks
+        for rank, value in zip(ranks, await self.results(), strict=True):
+            if rank not in told:
+                yield rank, value
+
+    def _outcomes(self, error: Exception | None) -> list[Any]:
+        if self._progress is None:
+            if error is not None:
+                raise error
+            return []
+        landed = dict(self._progress.landed())
+        return [landed.get(rank, error) for rank in self._progress.ranks]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Stand for its value among the arguments of another call; nothing else can be done with it."""
+        if codec.placeholders.calls is None:
+            raise codec.UnresolvedError(self)
+        codec.placeholders.calls.append(self)
+        return codec.take, (len(codec.placeholders.calls) - 1,)
+
+    def send(self, value: Any) -> Any:
+        """Advance it for the running task: what makes ``create_task(call)`` work, several times too."""
+        try:
+            return self._iterator().send(value)
+        except BaseException:
+            self._forget()
+            raise
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
+        """Raise in the running task's wait for it."""
+        try:
+            if val is None and tb is None:
+                return self._iterator().throw(typ)
+            return self._iterator().throw(typ, val, tb)
+        except BaseException:
+            self._forget()
+            raise
+
+    def close(self) -> None:
+        """Stop the running task's wait for it; the call itself goes on."""
+        iterator = self._forget()
+        if iterator is not None:
+            iterator.close()
+
+    def _forget(self) -> Generator[Any, None, T] | None:
+        return self._iterators.pop(_current_task(), None) if self._iterators else None
+
+    def _iterator(self) -> Generator[Any, None, T]:
+        if self._iterators is None:
+            self._iterators = {}
+        task = _current_task()
+        iterator = self._iterators.get(task)
+        if iterator is None:
+            iterator = self._iterators[task] = self._future.__await__()
+        return iterator
+
+    def __repr__(self) -> str:
+        """Method and state."""
+        if not self._future.done():
+            state = "pending"
+        elif self._future.cancelled():
+            state = "cancelled"
+        else:
+            error = self._future.exception()
+            state = "done" if error is None else f"failed: {type(error).__name__}"
+        return f"<Call {self._label} {state}>"
+
+
+def _current_task() -> Any:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

@@ -1,0 +1,555 @@
+"""``WorkerGroup``: the processes of one class, driven from one event loop; ``ClassWithInitArgs``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, Self, TypeVar
+
+from asyncwg import distributed
+from asyncwg._driver.gang import Gang, Launch
+from asyncwg._driver.guardian import Guardian, guardian
+from asyncwg._driver.output import Output
+from asyncwg._surface import CallOptions, Job, Sender, Surface, Target, View, nearest
+from asyncwg._wire import codec
+from asyncwg._wire.launch import SESSION_VARIABLE, BootRecord
+from asyncwg.call import Call
+from asyncwg.decorator import (
+    Method,
+    MethodOptions,
+    kind_of,
+    methods_of,
+    resolve_mode,
+    unregistered_hint,
+)
+from asyncwg.errors import (
+    GroupClosedError,
+    UsageError,
+    WorkerGroupError,
+)
+from asyncwg.mesh import check_mesh
+from asyncwg.resource_pool import ResourcePool
+
+__all__ = ["ClassWithInitArgs", "WorkerGroup"]
+
+T = TypeVar("T")
+
+RESERVED: Final = frozenset(
+    [
+        "any",
+        "map",
+        "ready",
+        "share",
+        "link",
+        "trace",
+        "metrics",
+        "check_health",
+        "attach",
+        "from_detached",
+        "detach",
+        "union",
+        "barrier",
+        "logs",
+        "debug",
+        "worker_names",
+        "workers",
+        "resource_pool",
+        "spawn",
+        "fuse",
+        "stacks",
+        "restart",
+        "dp_size",
+        "state",
+        "alive",
+        "name",
+        "pids",
+        "start",
+        "shutdown",
+        "master_address",
+        "master_port",
+        "start_worker_aliveness_check",
+    ]
+)
+"""Names that are the group's, now or later."""
+_START_METHODS: Final = (None, "forkserver", "spawn")
+
+
+class ClassWithInitArgs(Generic[T]):
+    """A class and the arguments to build it with, in every rank. Calling it builds the object here.
+
+    A group that uses it does not change it.
+
+    Args:
+        cls: the worker's class, usually a subclass of `Worker`.
+        *args: for its ``__init__``.
+        **kwargs: likewise.
+    """
+
+    def __init__(self, cls: type[T], *args: Any, **kwargs: Any) -> None:
+        if not isinstance(cls, type):
+            raise UsageError(f"ClassWithInitArgs takes a class first, not {cls!r}")
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+        self.fused_worker_used = False
+
+    def __call__(self) -> T:
+        """Build the object."""
+        return self.cls(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        return f"ClassWithInitArgs({self.cls.__qualname__})"
+
+
+class WorkerGroup(Surface):
+    """The ranks of one class, one process each, and their registered methods as awaitables.
+
+    ``async with WorkerGroup(pool, cls_with_init) as wg`` starts and stops it. ``await
+    wg.method(...)`` calls a method on its ranks as its ``@register`` says. It belongs to the event
+    loop that started it.
+
+    Args:
+        resource_pool: how many ranks, and their devices.
+        cls_with_init: what each rank builds.
+        name: for messages, output and ``WG_PREFIX``; the class's name if not given.
+        worker_env: variables for the workers. One that a library may read when it is loaded makes
+            each worker a fresh interpreter, which starts slower.
+        start_method: ``"forkserver"`` (fork the guardian), ``"spawn"`` (a fresh interpreter), or
+            None to choose.
+        start_timeout: seconds until a start fails; None for no limit.
+        preload: modules to import before forking; None for torch, and tensordict if the controller
+            uses it.
+        output: ``"prefix"`` for whole lines with name and rank, ``"inherit"``, or a folder for a
+            file per rank.
+        error_grace: seconds that a call waits for the other ranks after the first has failed.
+        on_error: what comes then: ``"abort"`` breaks the group off, ``"wait"`` leaves the others
+            running.
+
+    Raises:
+        TypeError: an option that does not exist.
+        UsageError: a value that can't be right, or a method whose name is the group's own.
+    """
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool,
+        cls_with_init: ClassWithInitArgs[Any],
+        *,
+        name: str | None = None,
+        worker_env: Mapping[str, str] | None = None,
+        start_method: str | None = None,
+        start_timeout: float | None = None,
+        preload: Sequence[str] | None = None,
+        output: str | os.PathLike[str] = "prefix",
+        error_grace: float = 0.5,
+        on_error: str = "abort",
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            known = [p for p in inspect.signature(WorkerGroup).parameters if p != "unknown"]
+            wrong = next(iter(unknown))
+            raise TypeError(f"WorkerGroup has no option {wrong!r}{nearest(wrong, known)}")
+        if not isinstance(resource_pool, ResourcePool):
+            raise UsageError(f"the first argument is a ResourcePool, not {resource_pool!r}")
+        if not isinstance(cls_with_init, ClassWithInitArgs):
+            raise UsageError(
+                f"the second argument is a ClassWithInitArgs, not {cls_with_init!r}: "
+                "write ClassWithInitArgs(Trainer, ...)"
+            )
+        if start_method not in _START_METHODS:
+            raise UsageError(
+                f"start_method must be 'forkserver', 'spawn' or None, not {start_method!r}: forking the "
+                "controller would copy its threads' locks"
+            )
+        if error_grace < 0:
+            raise UsageError(f"error_grace must be 0 seconds or more, not {error_grace!r}")
+        self.resource_pool: Final = resource_pool
+        self.cls: Final[type] = cls_with_init.cls
+        self._cls_with_init = cls_with_init
+        self._name = _check_name(self.cls.__name__ if name is None else name)
+        self._worker_env = distributed.check_worker_env(worker_env)
+        self._start_method = start_method
+        self._start_timeout = start_timeout
+        self._preload = None if preload is None else list(preload)
+        self._output = output
+        self._error_grace = error_grace
+        self.options: Final = CallOptions(on_error=on_error)
+        self.methods: Final = methods_of(self.cls)
+        self.modes: Final = {key: resolve_mode(m.options.mode) for key, m in self.methods.items()}
+        self.numbers: Final = {
+            method: i for i, method in enumerate(sorted({m.name for m in self.methods.values()}))
+        }
+        self.has_async: Final = _has_async(self.cls)
+        self._refuse_reserved()
+        self._adhoc: dict[str, Method] = {}
+        self._gang: Gang | None = None
+        self._sender: Sender | None = None
+        self._store: distributed.Store | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._state = "new"
+        self._held: str | None = None
+        self._finalizer: Any = None
+
+    @property
+    def group(self) -> WorkerGroup:  # type: ignore[override]  # a group is its own surface
+        """Itself; a view has the group it is of."""
+        return self
+
+    @property
+    def target(self) -> Target:  # type: ignore[override]  # follows the pool
+        """All ranks."""
+        return Target(tuple(range(self.resource_pool.world_size)), False)
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self._name
+
+    @property
+    def state(self) -> str:
+        """``"new"``, ``"starting"``, ``"running"``, ``"broken"`` or ``"closed"``."""
+        if self._state == "running" and self._gang is not None and self._gang.broken is not None:
+            return "broken"
+        return self._state
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs and every process of it lives."""
+        return self._state == "running" and self._gang is not None and self._gang.alive
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty before the start."""
+        return [] if self._gang is None else self._gang.pids
+
+    @property
+    def worker_names(self) -> list[str]:
+        """``name:rank``, by rank."""
+        return [f"{self._name}:{rank}" for rank in self.target.ranks]
+
+    @property
+    def workers(self) -> list[View]:
+        """One view per rank."""
+        return [self[rank] for rank in self.target.ranks]
+
+    @property
+    def master_address(self) -> str:
+        """Where the group's store for ``torch.distributed`` listens: loopback."""
+        return distributed.MASTER_ADDRESS
+
+    @property
+    def master_port(self) -> int:
+        """The store's port; 0 while the group does not run."""
+        return 0 if self._store is None else self._store.port
+
+    def dp_size(self, mesh: str) -> int:
+        """Return the number of data-parallel ranks of a mesh that the workers have registered.
+
+        Raises:
+            DispatchError: the mesh is not registered on every rank, or has gaps or two collectors.
+        """
+        gang = self._running()
+        table = gang.meshes.get(mesh, [None] * self.world_size)
+        return check_mesh(mesh, table).dp_size
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1.0) -> None:
+        """Do nothing: a death is always seen, at once. Kept for programs written for verl."""
+
+    def __getattr__(self, name: str) -> Any:
+        methods = self.__dict__.get("methods", {})
+        if name in methods:
+            proxy = self.proxy(name)
+            self.__dict__[name] = proxy
+            return proxy
+        raise AttributeError(
+            self.no_method(name) if methods else f"WorkerGroup has no attribute {name!r}"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.methods})
+
+    def __repr__(self) -> str:
+        return (
+            f"<WorkerGroup {self._name!r} of {self.world_size} x {self.cls.__name__}, {self.state}>"
+        )
+
+    def no_method(self, name: str) -> str:
+        """Say why ``name`` is not here, and what may have been meant."""
+        return unregistered_hint(self.cls, name, self.methods)
+
+    def adhoc(self, name: str, label: str, function: Callable[..., Any]) -> Method:
+        """Return the record of a method that is not registered."""
+        return Method(name, label, MethodOptions(), kind_of(function), function)
+
+    @classmethod
+    async def start(
+        cls, resource_pool: ResourcePool, cls_with_init: ClassWithInitArgs[Any], **options: Any
+    ) -> Self:
+        """Build a group and start it; the same arguments as the class.
+
+        Raises:
+            WorkerStartError: what each failed rank raised. No process is left, also when this is
+                cancelled.
+            ResourceError: the pool's devices are taken.
+        """
+        group = cls(resource_pool, cls_with_init, **options)
+        await group._start()
+        return group
+
+    async def __aenter__(self) -> Self:
+        """Start it; see `start`."""
+        await self._start()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
+        """Shut it down; what ``close()`` raised does not hide an exception that is under way."""
+        try:
+            await self.shutdown()
+        except WorkerGroupError as closing:
+            if error is None:
+                raise
+            error.add_note(f"and then: {closing}")
+
+    async def shutdown(self, grace: float = 5.0) -> None:
+        """End every process, politely if they let it.
+
+        Calls in flight fail with `GroupClosedError`. ``close()`` runs on every rank; then SIGTERM,
+        then SIGKILL. Afterwards no process of the group, nor a child of one, exists. Shutting down
+        twice does nothing.
+
+        Args:
+            grace: seconds until what is left is killed.
+
+        Raises:
+            WorkerGroupError: what ``close()`` raised, when everything has ended.
+
+        Cancelling it kills at once.
+        """
+        gang, self._gang_closed = self._gang, True
+        if gang is None or self._state == "closed":
+            self._state = "closed"
+            return
+        self._check_loop()
+        self._state = "closed"
+        if self._sender is not None:
+            self._sender.fail_waiting(
+                lambda job: GroupClosedError(
+                    f"{job.method.label} had not been sent when the group closed"
+                )
+            )
+        try:
+            errors = await gang.stop(grace)
+        finally:
+            self._release()
+        if errors:
+            raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self._name!r}", errors)
+
+    def submit(self, job: Job) -> Call[Any]:
+        """Send a call. For proxies."""
+        self._running()
+        assert self._sender is not None
+        return self._sender.submit(job)
+
+    _gang_closed = False
+
+    def _running(self) -> Gang:
+        gang = self._gang
+        if gang is None or self._state != "running":
+            if self._state == "closed":
+                raise GroupClosedError(f"group {self._name!r} was shut down")
+            raise GroupClosedError(
+                f"group {self._name!r} has not been started: use 'async with' or await WorkerGroup.start(...)"
+            )
+        self._check_loop()
+        gang.check()
+        return gang
+
+    def _check_loop(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._loop:
+            raise UsageError(
+                f"group {self._name!r} belongs to the event loop that started it, and this is another thread "
+                "or loop: use asyncwg.blocking for code without one"
+            )
+
+    async def _start(self) -> None:
+        if self._state != "new":
+            raise UsageError(f"group {self._name!r} was started before: make a new one")
+        loop = self._loop = asyncio.get_running_loop()
+        _check_selector(loop)
+        init = self._encode_init()
+        session = uuid.uuid4().hex
+        self._state = "starting"
+        try:
+            self._held = f"{self._name} ({session[:6]})"
+            devices = self.resource_pool.acquire(self._held)
+            self._store = distributed.Store(loop)
+            keeper = guardian()
+            launch = self._launch(session, devices, self._store.port, keeper, init)
+            gang = self._gang = Gang(loop, launch, keeper)
+            await gang.start(self._start_timeout)
+        except BaseException:
+            self._state = "closed"
+            self._release()
+            raise
+        self._sender = Sender(loop, gang, self)
+        self._state = "running"
+        self._finalizer = weakref.finalize(self, _let_go, loop, gang, self._store)
+        self._finalizer.atexit = False
+
+    def _launch(
+        self,
+        session: str,
+        devices: Sequence[str | None],
+        port: int,
+        keeper: Guardian,
+        init: codec.Encoded,
+    ) -> Launch:
+        base = dict(os.environ)
+        size = self.world_size
+        threads = distributed.threads_per_rank(base, self._worker_env, size)
+        preload = self._preload
+        if preload is None:
+            preload = ["torch", *(["tensordict"] if "tensordict" in sys.modules else [])]
+        fresh = self._start_method == "spawn" or (
+            self._start_method is None
+            and distributed.needs_fresh_interpreter(base, keeper.environment, self._worker_env)
+        )
+        local_ranks = self.resource_pool.local_rank_list()
+        local_sizes = self.resource_pool.local_world_size_list()
+        records = [
+            BootRecord(
+                env=distributed.rank_environment(
+                    base,
+                    group=self._name,
+                    session=(SESSION_VARIABLE, session),
+                    rank=rank,
+                    world_size=size,
+                    local_rank=local_ranks[rank],
+                    local_world_size=local_sizes[rank],
+                    port=port,
+                    device=devices[rank],
+                    threads=threads,
+                    worker_env=self._worker_env,
+                ),
+                sys_path=list(sys.path),
+                argv=list(sys.argv),
+                cwd=os.getcwd(),
+                group=self._name,
+                rank=rank,
+                world_size=size,
+                local_rank=local_ranks[rank],
+                local_world_size=local_sizes[rank],
+                threads=threads,
+                preload=preload,
+            )
+            for rank in range(size)
+        ]
+        return Launch(
+            name=self._name,
+            session=session,
+            records=records,
+            output=Output(self._output, self._name, size),
+            init=init,
+            has_async=self.has_async,
+            fresh=fresh,
+            preload=preload,
+            preload_explicit=self._preload is not None,
+            error_grace=self._error_grace,
+            label=self.cls.__name__,
+        )
+
+    def _encode_init(self) -> codec.Encoded:
+        spec = self._cls_with_init
+        limits = {
+            m.name: m.options.max_concurrency
+            for m in self.methods.values()
+            if m.options.max_concurrency is not None
+        }
+        try:
+            return codec.encode((spec.cls, spec.args, spec.kwargs, list(self.numbers), limits))
+        except Exception as error:
+            for value, name in (
+                (spec.cls, f"class {spec.cls.__qualname__}"),
+                (spec.args, "the positional arguments of its __init__"),
+                (spec.kwargs, "the keyword arguments of its __init__"),
+            ):
+                try:
+                    codec.encode(value)
+                except Exception:  # noqa: BLE001  # this is the one we look for
+                    culprit = codec.explain_failure(value, name)
+                    raise UsageError(
+                        f"{spec.cls.__name__} can't be sent to the workers: {culprit} "
+                        f"can't be pickled: {error}"
+                    ) from error
+            raise
+
+    def _release(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if self._held is not None:
+            self.resource_pool.release(self._held)
+            self._held = None
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _refuse_reserved(self) -> None:
+        for proxy, method in self.methods.items():
+            if proxy in RESERVED or hasattr(WorkerGroup, proxy):
+                raise UsageError(
+                    f"{method.label} has a name that WorkerGroup.{proxy} has already: give the proxy "
+                    f"another one with @register(..., name={'worker_' + proxy!r})"
+                )
+
+
+def _has_async(cls: type) -> bool:
+    return any(
+        kind_of(member) in ("async def", "async generator")
+        for name in dir(cls)
+        if callable(member := inspect.getattr_static(cls, name, None))
+    )
+
+
+def _check_name(name: str) -> str:
+    if not isinstance(name, str) or not name or any(c in name for c in "/\0\n"):
+        raise UsageError(f"a group's name is a line of text without '/', not {name!r}")
+    return name
+
+
+def _check_selector(loop: asyncio.AbstractEventLoop) -> None:
+    """Refuse a loop that can't watch descriptors, before any process exists."""
+    read, write = os.pipe()
+    try:
+        loop.add_reader(read, lambda: None)
+        loop.remove_reader(read)
+    except NotImplementedError:
+        raise UsageError(
+            f"asyncwg needs an event loop with add_reader, and {type(loop).__name__} has none: use "
+            "asyncio's selector loop or uvloop"
+        ) from None
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def _let_go(loop: asyncio.AbstractEventLoop, gang: Gang, store: distributed.Store) -> None:
+    """End a group that its user has dropped without shutting it down."""
+    if loop.is_closed():
+        return  # its sockets go with it, and the guardian kills what was behind them
+
+    def end() -> None:
+        gang.abandon_all()
+        store.close()
+
+    if threading.current_thread() is threading.main_thread() or loop.is_running():
+        loop.call_soon_threadsafe(end)
