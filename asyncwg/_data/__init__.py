@@ -1,0 +1,1 @@
+"""The parts of `asyncwg.protocol`: plain functions on a TensorDict and on a dict of arrays."""
