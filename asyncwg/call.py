@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 from asyncwg._wire import codec
 
@@ -25,19 +25,85 @@ class Progress(Protocol):
         ...
 
 
-class CallFuture(asyncio.Future[T]):
-    """The future behind a call; cancelling it, by whatever way, tells the group.
+Collect = Callable[[list[Any]], Any]
+"""Makes the results, by position, the result of the call."""
 
-    A done callback would tell too, one turn of the loop later and at the price of a handle per
-    call.
+
+@final
+class Call(asyncio.Future[T], Coroutine[Any, Any, T]):
+    """What a method of a group returns: the call is under way, and awaiting it gives its result.
+
+    Await it any number of times, from any number of tasks. It works in ``await``,
+    ``asyncio.gather``, ``wait_for``, ``timeout``, ``as_completed``, ``create_task`` and
+    ``TaskGroup.create_task``. (`asyncio.wait` refuses what could be a coroutine: give it
+    ``asyncio.create_task(call)``.) Cancelling an awaiter cancels the call for everyone, as with a
+    task; ``asyncio.shield`` waits without owning it. A call that fails and that nobody looks at is
+    reported like an asyncio task's exception.
+
+    Awaiting it raises:
+
+    - on a call to one rank, what the method raised; on a call to several, a `WorkerGroupError` with
+      what each failed rank raised;
+    - `WorkerDiedError` when a rank's process ended, `GroupBrokenError` when the group broke for
+      another reason, `GroupClosedError` when it was shut down meanwhile;
+    - `CallTimeoutError` when the call's deadline passed;
+    - `DispatchError`, with ``.results``, when the results can't be joined.
+
+    Groups make calls; there is no other way to get one. It is a future of the group's loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self.on_abandon: Callable[[], None] | None = None
+    __slots__ = ("_collect", "_iterators", "_label", "_on_abandon", "_progress")
 
-    def cancel(self, msg: Any = None) -> bool:
-        """Cancel it and tell the group, if it was not done."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, label: str) -> None:
+        super().__init__(loop=loop)
+        self._label = label
+        self._progress: Progress | None = None
+        self._collect: Collect | None = None
+        self._on_abandon: Callable[[Any], None] | None = None
+        self._iterators: dict[Any, Generator[Any, None, T]] | None = None
+
+    def attach(
+        self, progress: Progress, collect: Collect, on_abandon: Callable[[Any], None]
+    ) -> None:
+        """Take note that the call has been sent. For the group that made it.
+
+        Args:
+            progress: what is known of it.
+            collect: what to make of the results.
+            on_abandon: called with ``progress`` when nobody waits for it any more.
+        """
+        self._progress = progress
+        self._collect = collect
+        self._on_abandon = on_abandon
+
+    def on_abandon(self, leave: Callable[[], None]) -> None:
+        """Have ``leave`` called when nobody waits for a call that has not been sent."""
+        self._on_abandon = lambda _progress: leave()
+
+    def settle(self, results: list[Any] | None, error: Exception | None) -> None:
+        """End it. For the group that made it."""
+        self._on_abandon = None
+        if self.done():
+            return
+        if results is None or self._collect is None:
+            assert error is not None
+            self.set_exception(error)
+            return
+        try:
+            value = self._collect(results)
+        except Exception as failed:  # noqa: BLE001  # the user's collect_fn, or what does not join
+            self.set_exception(failed)
+        else:
+            self.set_result(value)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the call for everyone who awaits it; False if it has ended.
+
+        Returns at once. A call that no rank has started is dropped on all; otherwise every rank
+        runs it and the result is thrown away: ``async def`` bodies are cancelled, ``def`` bodies
+        can ask ``asyncwg.current_call().cancelled``.
+        """
+        # Overridden instead of a done callback, which costs a handle of the loop per call.
         if not super().cancel(msg):
             return False
         self.abandon()
@@ -45,70 +111,9 @@ class CallFuture(asyncio.Future[T]):
 
     def abandon(self) -> None:
         """Tell the group that nobody waits for the result any more."""
-        on_abandon, self.on_abandon = self.on_abandon, None
+        on_abandon, self._on_abandon = self._on_abandon, None
         if on_abandon is not None:
-            on_abandon()
-
-
-@final
-class Call(Coroutine[Any, Any, T], Generic[T]):
-    """What a method of a group returns: the call is under way, and awaiting it gives its result.
-
-    Await it any number of times, from any number of tasks. It works in ``await``,
-    ``asyncio.gather``, ``wait_for``, ``timeout``, ``as_completed``, ``create_task`` and
-    ``TaskGroup.create_task``. (`asyncio.wait` takes ``asyncio.ensure_future(call)``.) Cancelling an
-    awaiter cancels the call for everyone, as with a task; ``asyncio.shield`` waits without owning
-    it. A call that fails and that nobody looks at is reported like an asyncio task's exception.
-
-    Groups make calls; there is no other way to get one.
-    """
-
-    __slots__ = ("__weakref__", "_future", "_iterators", "_label", "_progress")
-
-    def __init__(self, future: CallFuture[T], label: str) -> None:
-        self._future = future
-        self._label = label
-        self._progress: Progress | None = None
-        self._iterators: dict[Any, Generator[Any, None, T]] | None = None
-
-    def __await__(self) -> Generator[Any, None, T]:
-        """Wait for the result.
-
-        Raises:
-            Exception: what the method raised, on a call to one rank.
-            WorkerGroupError: with what each failed rank raised, on a call to several.
-            WorkerDiedError: a rank's process ended.
-            GroupBrokenError: the group broke for another reason.
-            GroupClosedError: the group was shut down meanwhile.
-            CallTimeoutError: the call's deadline passed.
-        """
-        return self._future.__await__()
-
-    @property
-    def future(self) -> CallFuture[T]:
-        """The future behind it. For the group that made it."""
-        return self._future
-
-    def attach(self, progress: Progress) -> None:
-        """Take note that the call has been sent. For the group that made it."""
-        self._progress = progress
-
-    def cancel(self) -> bool:
-        """Cancel the call for everyone who awaits it; False if it has ended.
-
-        Returns at once. A call that no rank has started is dropped on all; otherwise every rank
-        runs it and the result is thrown away: ``async def`` bodies are cancelled, ``def`` bodies
-        can ask ``asyncwg.current_call().cancelled``.
-        """
-        return self._future.cancel()
-
-    def done(self) -> bool:
-        """Whether it has a result, has failed or was cancelled."""
-        return self._future.done()
-
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._future.cancelled()
+            on_abandon(self._progress)
 
     async def results(self) -> list[Any]:
         """Wait for all ranks and return what each gave, by rank, not joined.
@@ -117,7 +122,7 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
         deadline) stands in the place of every rank that had not answered.
         """
         try:
-            await asyncio.shield(self._future)
+            await asyncio.shield(self)
         except Exception as error:  # noqa: BLE001  # each rank's own stands in its place
             return self._outcomes(error)
         return self._outcomes(None)
@@ -125,10 +130,11 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
     async def as_completed(self) -> AsyncIterator[tuple[int, Any]]:
         """Yield ``(rank, value)`` as the ranks answer, not joined.
 
-        An exception stands in the place of the value of a rank that failed. Ranks are numbered as in the whole group, also on a view.
+        An exception stands in the place of the value of a rank that failed. Ranks are numbered as
+        in the whole group, also on a view.
         """
         landed: asyncio.Queue[None] = asyncio.Queue()
-        self._future.add_done_callback(lambda _future: landed.put_nowait(None))
+        self.add_done_callback(lambda _future: landed.put_nowait(None))
         told: set[int] = set()
         while True:
             progress = self._progress
@@ -140,12 +146,12 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
                         yield rank, value
                 if len(told) == len(progress.ranks):
                     return
-            if self._future.done():
+            if self.done():
                 break
             await landed.get()
-        if self._future.cancelled():
+        if self.cancelled():
             raise asyncio.CancelledError
-        error = self._future.exception()
+        error = self.exception()
         if progress is None and error is not None:
             raise error
         ranks = () if progress is None else progress.ranks
@@ -201,17 +207,17 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
         task = _current_task()
         iterator = self._iterators.get(task)
         if iterator is None:
-            iterator = self._iterators[task] = self._future.__await__()
+            iterator = self._iterators[task] = super().__await__()
         return iterator
 
     def __repr__(self) -> str:
         """Method and state."""
-        if not self._future.done():
+        if not self.done():
             state = "pending"
-        elif self._future.cancelled():
+        elif self.cancelled():
             state = "cancelled"
         else:
-            error = self._future.exception()
+            error = self._exception  # asking exception() would count as having looked
             state = "done" if error is None else f"failed: {type(error).__name__}"
         return f"<Call {self._label} {state}>"
 

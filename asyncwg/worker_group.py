@@ -16,7 +16,8 @@ from asyncwg import distributed
 from asyncwg._driver.gang import Gang, Launch
 from asyncwg._driver.guardian import Guardian, guardian
 from asyncwg._driver.output import Output
-from asyncwg._surface import CallOptions, Job, Sender, Surface, Target, View, nearest
+from asyncwg._sender import CallOptions, Job, Sender, Target, nearest
+from asyncwg._surface import Surface, View
 from asyncwg._wire import codec
 from asyncwg._wire.launch import SESSION_VARIABLE, BootRecord
 from asyncwg.call import Call
@@ -30,6 +31,7 @@ from asyncwg.decorator import (
 )
 from asyncwg.errors import (
     GroupClosedError,
+    InternalError,
     UsageError,
     WorkerGroupError,
 )
@@ -187,7 +189,7 @@ class WorkerGroup(Surface):
         }
         self.has_async: Final = _has_async(self.cls)
         self._refuse_reserved()
-        self._adhoc: dict[str, Method] = {}
+        self._everyone = Target(tuple(range(resource_pool.world_size)), False)
         self._gang: Gang | None = None
         self._sender: Sender | None = None
         self._store: distributed.Store | None = None
@@ -204,7 +206,7 @@ class WorkerGroup(Surface):
     @property
     def target(self) -> Target:  # type: ignore[override]  # follows the pool
         """All ranks."""
-        return Target(tuple(range(self.resource_pool.world_size)), False)
+        return self._everyone
 
     @property
     def name(self) -> str:
@@ -331,7 +333,7 @@ class WorkerGroup(Surface):
 
         Cancelling it kills at once.
         """
-        gang, self._gang_closed = self._gang, True
+        gang = self._gang
         if gang is None or self._state == "closed":
             self._state = "closed"
             return
@@ -352,11 +354,15 @@ class WorkerGroup(Surface):
 
     def submit(self, job: Job) -> Call[Any]:
         """Send a call. For proxies."""
-        self._running()
-        assert self._sender is not None
-        return self._sender.submit(job)
-
-    _gang_closed = False
+        gang, sender = self._gang, self._sender
+        try:
+            usable = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            usable = False
+        if not usable or gang is None or not gang.usable or sender is None:
+            self._running()  # says what is wrong
+            raise InternalError(f"{self!r} can't take a call")
+        return sender.submit(job)
 
     def _running(self) -> Gang:
         gang = self._gang
@@ -401,7 +407,7 @@ class WorkerGroup(Surface):
             self._state = "closed"
             self._release()
             raise
-        self._sender = Sender(loop, gang, self)
+        self._sender = Sender(loop, gang, self, has_async=self.has_async)
         self._state = "running"
         self._finalizer = weakref.finalize(self, _let_go, loop, gang, self._store)
         self._finalizer.atexit = False

@@ -2,21 +2,17 @@
 
 ::
 
-    wg.step(batch) ──▶ Gang.call ──frame──▶ Rank 0..n-1 ──lane──▶ worker
-                          │ Pending                                  │
-    Call's future ◀─ finish ◀── _receive ◀──RESULT / ERROR──────────┘
+    wg.step(batch) ──▶ Calls.send ──frame──▶ Rank 0..n-1 ──lane──▶ worker
+                       Calls: pending table                          │
+              Call ◀─ settle ◀── _receive ◀──RESULT / ERROR─────────┘
                           ▲
        WorkerDiedError ───┴── _exited ◀── Processes (pidfd, exit code)
 
 Guaranteed here:
 
-- A call is handed to all its ranks in one step, in the order of ``call`` (O-1).
-- ``finish`` of every call is called exactly once (O-5, O-6): when all its ranks have answered, when
-  a rank has failed and the others have not answered within ``error_grace`` (E-3), when the group
-  breaks (E-4), or when it is abandoned (E-5).
+- When a rank's process ends, every pending call fails with an error of its own, and the survivors are
+  ended too (E-4).
 - After ``stop`` or ``kill`` no process of the generation exists (E-6).
-
-The pending table is changed in this file only.
 """
 
 from __future__ import annotations
@@ -28,13 +24,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from asyncwg._driver.calls import Calls, Pending
 from asyncwg._driver.guardian import Guardian, interpreter_flags
 from asyncwg._driver.output import Output
 from asyncwg._driver.postmortem import explain, oom_kills
 from asyncwg._driver.process import Processes
 from asyncwg._driver.rank import COMPUTE, Rank, RankState
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import NONE, Buffer, Kind, pack, unpack
+from asyncwg._wire.frames import Buffer, Kind, pack, unpack
 from asyncwg._wire.launch import BootRecord
 from asyncwg.errors import (
     CallTimeoutError,
@@ -43,55 +40,13 @@ from asyncwg.errors import (
     InternalError,
     UsageError,
     WorkerDiedError,
-    WorkerError,
     WorkerGroupError,
     WorkerStartError,
 )
 
-Finish = Callable[[list[Any] | None, Exception | None], None]
-"""Takes ``(results by position, None)`` or ``(None, error)``."""
-
+_RESULT: Final = int(Kind.RESULT)
 _POLITE_SHARE: Final = 0.75
 """Share of the grace for ``close()``; the rest is for what SIGTERM sets off."""
-
-
-class Pending:
-    """One call that some rank has not answered yet."""
-
-    __slots__ = (
-        "call_id", "errors", "finish", "label", "lane", "left", "on_error", "positions",
-        "ranks", "results", "single", "timer", "votes", "watch",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        call_id: int,
-        label: str,
-        ranks: Sequence[int],
-        lane: int,
-        finish: Finish | None,
-        *,
-        single: bool,
-        on_error: str,
-    ) -> None:
-        self.call_id = call_id
-        self.label = label
-        self.ranks = ranks
-        self.lane = lane
-        self.finish = finish
-        self.single = single
-        self.on_error = on_error
-        self.left: set[int] = set(ranks)
-        self.results: dict[int, Any] = {}
-        self.errors: list[Exception] = []
-        self.votes: dict[int, bool] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.watch: Callable[[], None] | None = None
-
-    def landed(self) -> list[tuple[int, Any]]:
-        """Return rank and value, or exception, of those that have answered, in that order."""
-        failed = [(getattr(error, "rank", -1), error) for error in self.errors]
-        return [*self.results.items(), *failed]
 
 
 class Launch(NamedTuple):
@@ -124,14 +79,29 @@ class _Stopping:
     changed: asyncio.Event
 
 
+class _Starting:
+    """Outcome of the call that builds the objects."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[None] = loop.create_future()
+
+    def settle(self, results: list[Any] | None, error: Exception | None) -> None:
+        if self.done.done():
+            return
+        if error is not None:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
 class Gang:
     """One generation of a group. Belongs to the event loop that made it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, launch: Launch, guardian: Guardian) -> None:
         self._loop = loop
         self._launch = launch
-        self._next_id = 0
-        self._pending: dict[int, Pending] = {}
+        self.usable = False
+        """Whether calls may be sent: it has started, and has not broken or ended."""
         self._broken: Exception | None = None
         self._stopping: _Stopping | None = None
         self.closed = False
@@ -141,6 +111,7 @@ class Gang:
             Rank(loop, index, self._receive, self._lost, has_async=launch.has_async)
             for index in range(len(launch.records))
         ]
+        self.calls = Calls(loop, self._ranks, launch.error_grace, self._break)
         sock = guardian.open_session(
             launch.session, launch.preload, explicit=launch.preload_explicit
         )
@@ -167,15 +138,6 @@ class Gang:
             and all(self._processes.alive(rank.index) for rank in self._ranks)
         )
 
-    @property
-    def in_flight(self) -> list[int]:
-        """Unanswered calls by rank."""
-        counts = [0] * len(self._ranks)
-        for pending in self._pending.values():
-            for rank in pending.left:
-                counts[rank] += 1
-        return counts
-
     async def start(self, timeout: float | None) -> None:
         """Start all ranks and wait until every ``__init__`` and ``setup`` has returned.
 
@@ -187,19 +149,11 @@ class Gang:
 
         Cancelling it leaves no process either.
         """
-        done: asyncio.Future[None] = self._loop.create_future()
-
-        def finish(_results: list[Any] | None, error: Exception | None) -> None:
-            if not done.done():
-                done.set_exception(error) if error is not None else done.set_result(None)
-
-        pending = self._register(
-            f"{self._launch.label}.__init__",
-            range(len(self._ranks)),
-            COMPUTE,
-            finish,
-            single=False,
-            on_error="abort",
+        starting = _Starting(self._loop)
+        everyone = range(len(self._ranks))
+        label = f"{self._launch.label}.__init__"
+        pending = self.calls.register(
+            self.calls.next_id(), label, everyone, COMPUTE, starting, single=False, on_error="abort"
         )
         frame = pack(
             Kind.INIT, pending.call_id, self._launch.init.stream, self._launch.init.buffers
@@ -207,12 +161,12 @@ class Gang:
         try:
             await self._launch_all(frame)
             async with asyncio.timeout(timeout):
-                await done
+                await starting.done
+            self.usable = True
         except TimeoutError:
-            silent = sorted(pending.left)
-            late = [self._late(rank, timeout) for rank in silent]
+            late = [self._late(rank, timeout) for rank in pending.silent]
             await self.kill()
-            raise self._start_error([*pending.errors, *late]) from None
+            raise self._start_error([*(pending.errors or {}).values(), *late]) from None
         except (WorkerGroupError, WorkerDiedError, UsageError) as error:
             await self.kill()
             many = list(error.exceptions) if isinstance(error, WorkerGroupError) else [error]
@@ -253,11 +207,6 @@ class Gang:
             errors or [InternalError("no rank told why")],
         )
 
-    def next_id(self) -> int:
-        """Return the number of the next call; calls are sent in the order of their numbers."""
-        self._next_id += 1
-        return self._next_id
-
     def check(self) -> None:
         """Raise if no call can be taken.
 
@@ -273,117 +222,14 @@ class Gang:
         if self.closed or self._stopping is not None:
             raise GroupClosedError(f"group {self._launch.name!r} was shut down")
 
-    def call(
-        self,
-        call_id: int,
-        label: str,
-        ranks: Sequence[int],
-        lane: int,
-        frames: Sequence[Sequence[Buffer]],
-        finish: Finish,
-        *,
-        single: bool,
-        on_error: str,
-    ) -> Pending:
-        """Hand a call to all its ranks, now.
-
-        Args:
-            call_id: from ``next_id``, in the frames.
-            label: ``Class.method``.
-            ranks: the ranks, in order.
-            lane: `COMPUTE` or `ASYNC`.
-            frames: one frame per position, or one for all.
-            finish: told the outcome, once.
-            single: whether an error comes alone instead of in a `WorkerGroupError`.
-            on_error: ``"abort"`` or ``"wait"``.
-        """
-        pending = Pending(call_id, label, ranks, lane, finish, single=single, on_error=on_error)
-        self._pending[call_id] = pending
-        if len(frames) == 1:
-            frame = frames[0]
-            for rank in ranks:
-                self._ranks[rank].lanes[lane].send(frame)
-        else:
-            for rank, frame in zip(ranks, frames, strict=True):
-                self._ranks[rank].lanes[lane].send(frame)
-        return pending
-
-    def _register(
-        self,
-        label: str,
-        ranks: Sequence[int],
-        lane: int,
-        finish: Finish,
-        *,
-        single: bool,
-        on_error: str,
-    ) -> Pending:
-        pending = Pending(
-            self.next_id(), label, ranks, lane, finish, single=single, on_error=on_error
-        )
-        self._pending[pending.call_id] = pending
-        return pending
-
-    def abandon(self, pending: Pending) -> None:
-        """Nobody waits for a call any more: drop it on all its ranks, or on none (E-5).
-
-        Returns at once. Each rank is asked to hold the call; if no rank has started it, all drop
-        it, otherwise all run it and its result is thrown away.
-        """
-        pending.finish = None
-        if pending.timer is not None:
-            pending.timer.cancel()
-            pending.timer = None
-        if pending.call_id not in self._pending or pending.votes is not None:
-            return
-        # A rank that has answered has started it.
-        pending.votes = {rank: False for rank in pending.ranks if rank not in pending.left}
-        for rank in list(pending.left):
-            self._ranks[rank].control.send(pack(Kind.HOLD, pending.call_id, aux=pending.lane))
-
-    def _vote(self, rank: int, call_id: int, lane: int, *, held: bool) -> None:
-        pending = self._pending.get(call_id)
-        if pending is None or pending.votes is None:
-            # It has ended otherwise meanwhile; a rank that holds it must not wait for ever.
-            self._ranks[rank].control.send(pack(Kind.RESUME, call_id, aux=lane))
-            return
-        pending.votes[rank] = held
-        if len(pending.votes) < len(pending.ranks):
-            return
-        if all(pending.votes.values()):
-            for each in pending.ranks:
-                self._ranks[each].control.send(pack(Kind.DROP, call_id, aux=pending.lane))
-            del self._pending[call_id]
-            return
-        for each in list(pending.left):
-            control = self._ranks[each].control
-            if pending.votes[each]:
-                control.send(pack(Kind.RESUME, call_id, aux=pending.lane))
-            control.send(pack(Kind.CANCEL, call_id, aux=pending.lane))
-
     def _receive(
         self, rank: int, call_id: int, kind: int, flags: int, aux: int, n_buffers: int,
         body: memoryview,
     ) -> None:  # fmt: skip
-        if kind == Kind.RESULT:
-            pending = self._pending.get(call_id)
-            if pending is None or rank not in pending.left:
-                return  # a late reply (O-6)
-            if pending.finish is None or flags & NONE:
-                pending.results[rank] = None
-            else:
-                try:
-                    pending.results[rank] = codec.decode(*unpack(body, n_buffers))
-                except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's unpickling
-                    self._failed(pending, rank, self._unreadable(pending, rank, error))
-                    return
-            pending.left.discard(rank)
-            if not pending.left:
-                self._complete(pending)
-            elif pending.watch is not None:
-                pending.watch()
-            return
-        self._receive_rare(rank, call_id, kind, aux, n_buffers, body)
+        if kind == _RESULT:
+            self.calls.result(rank, call_id, flags, n_buffers, body)
+        else:
+            self._receive_rare(rank, call_id, kind, aux, n_buffers, body)
 
     def _receive_rare(
         self, rank: int, call_id: int, kind: int, aux: int, n_buffers: int, body: memoryview
@@ -393,17 +239,13 @@ class Gang:
             self._error(rank, call_id, failure)
         elif kind == Kind.READY:
             self._ranks[rank].state = RankState.READY
-            pending = self._pending.get(call_id)
-            if pending is not None:
-                pending.left.discard(rank)
-                if not pending.left:
-                    self._complete(pending)
+            self.calls.answered(rank, call_id)
         elif kind == Kind.MESHES:
             self._learn_meshes(rank, codec.decode(*unpack(body, n_buffers)))
         elif kind == Kind.STOPPED:
             self._stopped(rank)
         elif kind in (Kind.HELD, Kind.STARTED):
-            self._vote(rank, call_id, aux, held=kind == Kind.HELD)
+            self.calls.vote(rank, call_id, aux, held=kind == Kind.HELD)
         elif kind != Kind.PONG:
             raise InternalError(f"rank {rank} sent a frame of kind {kind}")
 
@@ -413,71 +255,7 @@ class Gang:
             self._stopping.errors.append(failures.restore(failure, rank=rank, where=where))
             self._stopped(rank)
             return
-        pending = self._pending.get(call_id)
-        if pending is None or rank not in pending.left:
-            return
-        where = f"{pending.label}, rank {rank}, call {call_id}"
-        self._failed(pending, rank, failures.restore(failure, rank=rank, where=where))
-
-    def _unreadable(self, pending: Pending, rank: int, error: BaseException) -> Exception:
-        told = WorkerError(
-            type(error).__qualname__,
-            f"the result of {pending.label} on rank {rank} can't be unpickled in the controller: "
-            f"{error}",
-            rank=rank,
-        )
-        told.__cause__ = error
-        return told
-
-    def _failed(self, pending: Pending, rank: int, error: Exception) -> None:
-        pending.errors.append(error)
-        pending.left.discard(rank)
-        if pending.watch is not None:
-            pending.watch()
-        if not pending.left:
-            self._complete(pending)
-        elif len(pending.errors) == 1:
-            pending.timer = self._loop.call_later(
-                self._launch.error_grace, self._grace_over, pending
-            )
-
-    def _complete(self, pending: Pending) -> None:
-        del self._pending[pending.call_id]
-        if pending.timer is not None:
-            pending.timer.cancel()
-        finish = pending.finish
-        if finish is None:
-            return
-        if pending.errors:
-            finish(None, self._combine(pending))
-        else:
-            results = pending.results
-            finish([results.get(rank) for rank in pending.ranks], None)
-
-    def _combine(self, pending: Pending) -> Exception:
-        if pending.single:
-            return pending.errors[0]
-        ranks = ", ".join(str(getattr(error, "rank", "?")) for error in pending.errors)
-        return WorkerGroupError(
-            f"{pending.label} failed on {len(pending.errors)} of {len(pending.ranks)} ranks "
-            f"(rank {ranks})",
-            pending.errors,
-        )
-
-    def _grace_over(self, pending: Pending) -> None:
-        """The others have not answered: they may sit in a collective that nobody joins (E-3)."""
-        pending.timer = None
-        finish, pending.finish = pending.finish, None
-        error = self._combine(pending)
-        silent = ", ".join(str(rank) for rank in sorted(pending.left))
-        error.add_note(
-            f"rank {silent} had not answered {self._launch.error_grace} s after the first failure"
-        )
-        if pending.on_error == "abort":
-            error.add_note("the group was broken off (on_error='abort'): its processes are ended")
-            self._break(error)
-        if finish is not None:
-            finish(None, error)
+        self.calls.error(rank, call_id, failure)
 
     def _lost(self, rank: int, error: BaseException | None) -> None:
         """A stream ended. If the process has not, it has lost its mind or its descriptor: end it."""
@@ -500,7 +278,7 @@ class Gang:
         self._launch_died(index, code)
 
     def _launch_died(self, index: int, code: int | None) -> None:
-        waiting = [p for p in self._pending.values() if index in p.left]
+        waiting = self.calls.waiting_for(index)
 
         def explained(pending: Pending | None) -> WorkerDiedError:
             return explain(
@@ -527,25 +305,17 @@ class Gang:
         if self._broken is not None or self.closed:
             return
         self._broken = cause
+        self.usable = False
         for rank in self._ranks:
             self._processes.signal(rank.index, signal.SIGKILL)
-        pending, self._pending = self._pending, {}
-        for each in pending.values():
-            if each.timer is not None:
-                each.timer.cancel()
-            finish, each.finish = each.finish, None
-            if finish is None:
-                continue
-            finish(None, self._broken_call(each, cause, explained))
+        self.calls.fail_all(lambda pending: self._broken_call(pending, cause, explained))
 
     def _broken_call(
         self, pending: Pending, cause: Exception, explained: Callable[[Pending], Exception] | None
     ) -> Exception:
         if pending.errors:
             # What the ranks raised before the end came is the better news.
-            told = [*pending.errors, *([explained(pending)] if explained is not None else [])]
-            pending.errors = told
-            return self._combine(pending)
+            return pending.combined([explained(pending)] if explained is not None else [])
         if explained is not None:
             return explained(pending)
         if isinstance(cause, UsageError | InternalError):
@@ -581,6 +351,7 @@ class Gang:
             await self.kill()
             return []
         stopping = self._stopping = _Stopping(set(), [], asyncio.Event())
+        self.usable = False
         self._fail_pending()
         deadline = self._loop.time() + grace
         try:
@@ -609,19 +380,16 @@ class Gang:
         return stopping.errors
 
     def _fail_pending(self) -> None:
-        pending, self._pending = self._pending, {}
-        for each in pending.values():
-            if each.timer is not None:
-                each.timer.cancel()
-            if each.finish is not None:
-                error = GroupClosedError(
-                    f"{each.label} had not answered when group {self._launch.name!r} was shut down"
-                )
-                each.finish(None, error)
+        self.calls.fail_all(
+            lambda pending: GroupClosedError(
+                f"{pending.label} had not answered when group {self._launch.name!r} was shut down"
+            )
+        )
 
     async def kill(self) -> None:
         """Kill every process and wait until none is left. Cancelling it only defers the cancellation."""
         self.closed = True
+        self.usable = False
         self._fail_pending()
         ending = self._loop.create_task(self._processes.end())
         cancelled: asyncio.CancelledError | None = None
@@ -638,8 +406,9 @@ class Gang:
             raise cancelled
 
     def abandon_all(self) -> None:
-        """Let go of everything without an event loop: the guardian kills what is left."""
+        """Let go of everything without waiting: the guardian kills what is left."""
         self.closed = True
+        self.usable = False
         for rank in self._ranks:
             rank.close()
         self._processes.close()

@@ -1,0 +1,321 @@
+"""The calls of one generation that some rank has not answered yet: the pending table.
+
+- T-1 A call is handed to all its ranks in one step, in the order of ``send`` (O-1).
+- T-2 ``settle`` of every call's outcome is called at most once: when all its ranks have answered (O-5), when
+  a rank has failed and the others have not answered within ``error_grace`` (E-3), or when everything
+  fails at once (E-4). Not at all when it was abandoned.
+- T-3 Replies are matched by the number of the call; a late one is dropped (O-6).
+
+The table is changed in this file only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from asyncwg._driver.rank import Rank
+from asyncwg._wire import codec, failures
+from asyncwg._wire.frames import NONE, Buffer, Kind, pack, unpack
+from asyncwg.errors import WorkerError, WorkerGroupError
+
+_HOLD: Final = int(Kind.HOLD)
+
+
+class Outcome(Protocol):
+    """Who is told how a call ended."""
+
+    def settle(self, results: list[Any] | None, error: Exception | None) -> None:
+        """Take ``(results by position, None)`` or ``(None, error)``."""
+        ...
+
+
+class Pending:
+    """One call that some rank has not answered yet."""
+
+    __slots__ = (
+        "call_id", "errors", "label", "lane", "left", "on_error", "outcome", "ranks", "results",
+        "single", "timer", "votes", "watch",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        call_id: int,
+        label: str,
+        ranks: Sequence[int],
+        lane: int,
+        outcome: Outcome,
+        single: bool,
+        on_error: str,
+    ) -> None:
+        self.call_id = call_id
+        self.label = label
+        self.ranks = ranks
+        self.lane = lane
+        self.outcome: Outcome | None = outcome
+        self.single = single
+        self.on_error = on_error
+        self.left = len(ranks)
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, Exception] | None = None
+        """By rank, the first to fail first."""
+        self.votes: dict[int, bool] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.watch: Callable[[], None] | None = None
+        """Called whenever a rank has answered."""
+
+    def owes(self, rank: int) -> bool:
+        """Whether ``rank`` still has to answer."""
+        return (
+            rank in self.ranks
+            and rank not in self.results
+            and (self.errors is None or rank not in self.errors)
+        )
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks that have not answered."""
+        return [rank for rank in self.ranks if self.owes(rank)]
+
+    def landed(self) -> list[tuple[int, Any]]:
+        """Return rank and value, or exception, of those that have answered."""
+        return [*self.results.items(), *(self.errors or {}).items()]
+
+    def take(self) -> Outcome | None:
+        """Return who is to be told, once."""
+        outcome, self.outcome = self.outcome, None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        return outcome
+
+    def combined(self, also: Sequence[Exception] = ()) -> Exception:
+        """Make one exception of what the ranks raised."""
+        errors = [*(self.errors or {}).values(), *also]
+        if self.single and not also:
+            return errors[0]
+        ranks = ", ".join(str(getattr(error, "rank", "?")) for error in errors)
+        return WorkerGroupError(
+            f"{self.label} failed on {len(errors)} of {len(self.ranks)} ranks (rank {ranks})",
+            errors,
+        )
+
+
+class Calls:
+    """The pending table. Belongs to the group's event loop.
+
+    Args:
+        loop: the group's.
+        ranks: all ranks, by number.
+        error_grace: seconds from the first failure of a call until it is told without the rest.
+        broken_off: told the error when that has happened and the call's policy is ``"abort"``.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ranks: Sequence[Rank],
+        error_grace: float,
+        broken_off: Callable[[Exception], None],
+    ) -> None:
+        self._loop = loop
+        self._ranks = ranks
+        self._error_grace = error_grace
+        self._broken_off = broken_off
+        self._pending: dict[int, Pending] = {}
+        self._last_id = 0
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Unanswered calls by rank."""
+        counts = [0] * len(self._ranks)
+        for pending in self._pending.values():
+            for rank in pending.silent:
+                counts[rank] += 1
+        return counts
+
+    def next_id(self) -> int:
+        """Return the number of the next call; calls are sent in the order of their numbers."""
+        self._last_id += 1
+        return self._last_id
+
+    def register(
+        self,
+        call_id: int,
+        label: str,
+        ranks: Sequence[int],
+        lane: int,
+        outcome: Outcome,
+        *,
+        single: bool,
+        on_error: str,
+    ) -> Pending:
+        """Take note of a call; see `send`."""
+        pending = Pending(call_id, label, ranks, lane, outcome, single, on_error)
+        self._pending[call_id] = pending
+        return pending
+
+    def send(
+        self,
+        call_id: int,
+        label: str,
+        ranks: Sequence[int],
+        lane: int,
+        frames: Sequence[Sequence[Buffer]],
+        outcome: Outcome,
+        single: bool,
+        on_error: str,
+    ) -> Pending:
+        """Hand a call to all its ranks, now.
+
+        Args:
+            call_id: from ``next_id``, in the frames.
+            label: ``Class.method``.
+            ranks: the ranks, in order.
+            lane: of `asyncwg._driver.rank`.
+            frames: one frame per position, or one for all.
+            outcome: told the end, once.
+            single: whether an error comes alone instead of in a `WorkerGroupError`.
+            on_error: ``"abort"`` or ``"wait"``.
+        """
+        pending = Pending(call_id, label, ranks, lane, outcome, single, on_error)
+        self._pending[call_id] = pending
+        everyone = self._ranks
+        if len(frames) == 1:
+            frame = frames[0]
+            for rank in ranks:
+                everyone[rank].lanes[lane].send(frame)
+        else:
+            for rank, each in zip(ranks, frames, strict=True):
+                everyone[rank].lanes[lane].send(each)
+        return pending
+
+    def result(self, rank: int, call_id: int, flags: int, n_buffers: int, body: memoryview) -> None:
+        """Take a rank's RESULT."""
+        pending = self._pending.get(call_id)
+        if pending is None or rank in pending.results:
+            return
+        if flags & NONE or pending.outcome is None:
+            pending.results[rank] = None
+        else:
+            try:
+                pending.results[rank] = codec.decode(*unpack(body, n_buffers))
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's unpickling
+                self._failed(pending, rank, _unreadable(pending, rank, error))
+                return
+        pending.left -= 1
+        if pending.watch is not None:
+            pending.watch()
+        if not pending.left:
+            self._complete(pending)
+
+    def answered(self, rank: int, call_id: int) -> None:
+        """Take an answer that is no result: the rank is ready."""
+        self.result(rank, call_id, NONE, 0, memoryview(b""))
+
+    def error(self, rank: int, call_id: int, failure: failures.Failure) -> None:
+        """Take a rank's ERROR."""
+        pending = self._pending.get(call_id)
+        if pending is None or not pending.owes(rank):
+            return
+        where = f"{pending.label}, rank {rank}, call {call_id}"
+        self._failed(pending, rank, failures.restore(failure, rank=rank, where=where))
+
+    def waiting_for(self, rank: int) -> list[Pending]:
+        """Return the calls that ``rank`` still owes an answer, oldest first."""
+        return [pending for pending in self._pending.values() if pending.owes(rank)]
+
+    def fail_all(self, error_of: Callable[[Pending], Exception]) -> None:
+        """Fail every call, each with an exception of its own."""
+        pending, self._pending = self._pending, {}
+        for each in pending.values():
+            outcome = each.take()
+            if outcome is not None:
+                outcome.settle(None, error_of(each))
+
+    def abandon(self, pending: Pending) -> None:
+        """Nobody waits for a call any more: drop it on all its ranks, or on none (E-5).
+
+        Returns at once. Each rank is asked to hold the call; if no rank has started it, all drop
+        it, otherwise all run it and its result is thrown away.
+        """
+        pending.take()
+        if pending.call_id not in self._pending or pending.votes is not None:
+            return
+        silent = pending.silent
+        # A rank that has answered has started it.
+        pending.votes = {rank: False for rank in pending.ranks if rank not in silent}
+        for rank in silent:
+            self._ranks[rank].control.send(pack(_HOLD, pending.call_id, aux=pending.lane))
+
+    def vote(self, rank: int, call_id: int, lane: int, *, held: bool) -> None:
+        """Take a rank's HELD or STARTED."""
+        pending = self._pending.get(call_id)
+        if pending is None or pending.votes is None:
+            # It has ended otherwise meanwhile; a rank that holds it must not wait for ever.
+            self._ranks[rank].control.send(pack(Kind.RESUME, call_id, aux=lane))
+            return
+        pending.votes[rank] = held
+        if len(pending.votes) < len(pending.ranks):
+            return
+        if all(pending.votes.values()):
+            for each in pending.ranks:
+                self._ranks[each].control.send(pack(Kind.DROP, call_id, aux=lane))
+            del self._pending[call_id]
+            return
+        for each in pending.silent:
+            control = self._ranks[each].control
+            if pending.votes[each]:
+                control.send(pack(Kind.RESUME, call_id, aux=lane))
+            control.send(pack(Kind.CANCEL, call_id, aux=lane))
+
+    def _failed(self, pending: Pending, rank: int, error: Exception) -> None:
+        if pending.errors is None:
+            pending.errors = {}
+        pending.errors[rank] = error
+        pending.left -= 1
+        if pending.watch is not None:
+            pending.watch()
+        if not pending.left:
+            self._complete(pending)
+        elif len(pending.errors) == 1:
+            pending.timer = self._loop.call_later(self._error_grace, self._grace_over, pending)
+
+    def _complete(self, pending: Pending) -> None:
+        del self._pending[pending.call_id]
+        outcome = pending.outcome
+        if outcome is None:
+            return
+        if pending.errors is None:
+            pending.outcome = None  # or call and record would hold each other
+            results = pending.results
+            outcome.settle([results[rank] for rank in pending.ranks], None)
+        else:
+            pending.take()
+            outcome.settle(None, pending.combined())
+
+    def _grace_over(self, pending: Pending) -> None:
+        """The others have not answered: they may sit in a collective that nobody joins (E-3)."""
+        outcome = pending.take()
+        error = pending.combined()
+        silent = ", ".join(str(rank) for rank in pending.silent)
+        error.add_note(
+            f"rank {silent} had not answered {self._error_grace} s after the first failure"
+        )
+        if pending.on_error == "abort":
+            error.add_note("the group was broken off (on_error='abort'): its processes are ended")
+            self._broken_off(error)
+        if outcome is not None:
+            outcome.settle(None, error)
+
+
+def _unreadable(pending: Pending, rank: int, error: BaseException) -> Exception:
+    told = WorkerError(
+        type(error).__qualname__,
+        f"the result of {pending.label} on rank {rank} can't be unpickled in the controller: "
+        f"{error}",
+        rank=rank,
+    )
+    told.__cause__ = error
+    return told

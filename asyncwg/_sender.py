@@ -1,0 +1,292 @@
+"""From a call as the user made it to frames on their way, in order.
+
+::
+
+    Job ─▶ dispatch.plan ─▶ encode each payload once ─▶ Calls.send
+      │                                                    │
+      └─ an un-awaited Call among the arguments: keep the ─┘
+         place in the order, go on when its value is known
+
+Everything that can be wrong with a call is found before ``Calls.send``: no rank has seen a byte of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from asyncwg import dispatch
+from asyncwg._driver.gang import Gang
+from asyncwg._driver.rank import ASYNC, COMPUTE
+from asyncwg._wire import codec
+from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, pack
+from asyncwg.call import Call
+from asyncwg.decorator import Dispatch, Execute, Method, Mode, Uneven
+from asyncwg.errors import CallTimeoutError, UsageError
+
+_CALL: Final = int(Kind.CALL)
+# Looked up on every call, where an attribute of a class costs more than a name of the module.
+_ALL: Final = Execute.ALL
+_RANK_ZERO: Final = Dispatch.RANK_ZERO
+_NOTHING: Final = dispatch.Payload((), {}, None)
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Options of one call; see `Proxy.options`."""
+
+    timeout: float | None = None
+    uneven: Uneven = "error"
+    on_error: str = "abort"
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not self.timeout > 0:
+            raise UsageError(f"timeout must be more than 0 seconds, not {self.timeout!r}")
+        if self.uneven not in ("error", "allow", "pad"):
+            raise UsageError(f"uneven must be 'error', 'allow' or 'pad', not {self.uneven!r}")
+        if self.on_error not in ("abort", "wait"):
+            raise UsageError(f"on_error must be 'abort' or 'wait', not {self.on_error!r}")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return ``"; did you mean 'x'?"``, or nothing."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class Target(NamedTuple):
+    """Which ranks a surface stands for."""
+
+    ranks: tuple[int, ...]
+    single: bool
+    """Whether a call gives the value of its one rank instead of a list."""
+
+
+class Job(NamedTuple):
+    """One call as the user made it."""
+
+    target: Target
+    method: Method
+    mode: Mode
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: CallOptions
+    kind: int = _CALL
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rank needs to be told nothing but the method's number."""
+        return self.options.timeout is None and self.number != NO_METHOD
+
+
+class _Waiting(NamedTuple):
+    """A call that keeps its place until the calls among its arguments have values."""
+
+    job: Job
+    call: Call[Any]
+    snapshot: codec.Encoded
+    needs: list[Call[Any]]
+
+
+class Sender:
+    """From jobs to frames, in order. One per generation; owns the queues of calls that wait.
+
+    Args:
+        loop: the group's.
+        gang: the generation.
+        group: handed to the user's dispatch functions.
+        has_async: whether the ranks have an async lane.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, gang: Gang, group: Any, *, has_async: bool
+    ) -> None:
+        self._loop = loop
+        self._gang = gang
+        self._calls = gang.calls
+        self._group = group
+        self._has_async = has_async
+        self._waiting: tuple[list[_Waiting], list[_Waiting]] = ([], [])
+        self._layouts: dict[Target, dispatch.Layout] = {}
+
+    def submit(self, job: Job) -> Call[Any]:
+        """Send a job now, or put it in its place in the queue.
+
+        Raises:
+            DispatchError: its arguments can't be given out.
+            TypeError: one can't be pickled.
+        """
+        target, method, mode, number, args, kwargs, options, kind = job
+        if kind == _CALL and (method.options.execute is not _ALL or mode is _RANK_ZERO):
+            job = self._narrow(job)
+            target = job.target
+        lane = ASYNC if self._has_async and method.is_async else COMPUTE
+        call: Call[Any] = Call(self._loop, method.label)
+        queue = self._waiting[lane]
+        if queue and self._blocked(queue, target):
+            self._defer(job, lane, call)
+        else:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Call):
+                    self._defer(job, lane, call)
+                    return call
+            try:
+                self._send(job, lane, call)
+            except codec.UnresolvedError:  # one is hidden in a container
+                self._defer(job, lane, call)
+        return call
+
+    def fail_waiting(self, error_of: Callable[[Job], Exception]) -> None:
+        """Fail what has not been sent: the group has ended."""
+        for queue in self._waiting:
+            waiting_calls, queue[:] = list(queue), []
+            for waiting in waiting_calls:
+                waiting.call.settle(None, error_of(waiting.job))
+
+    def _narrow(self, job: Job) -> Job:
+        ranks = job.target.ranks
+        if job.method.options.execute is Execute.ANY:
+            load = self._calls.in_flight
+            return job._replace(target=Target((min(ranks, key=lambda rank: load[rank]),), True))
+        return job._replace(target=Target(ranks[:1], True))
+
+    def _blocked(self, queue: list[_Waiting], target: Target) -> bool:
+        ranks = set(target.ranks)
+        return any(not ranks.isdisjoint(waiting.job.target.ranks) for waiting in queue)
+
+    def _layout(self, target: Target) -> dispatch.Layout:
+        layout = self._layouts.get(target)
+        if layout is None:
+            layout = dispatch.Layout(target.ranks, target.single, self._group, self._gang.meshes)
+            self._layouts[target] = layout
+        return layout
+
+    def _send(self, job: Job, lane: int, call: Call[Any]) -> None:
+        target, method, mode, number, args, kwargs, options, kind = job
+        plan = dispatch.plan(method, mode, args, kwargs, self._layout(target), options.uneven)
+        if plan.index is None and plan.payloads[0] == _NOTHING and job.is_plain:
+            # The shortest way: nothing to encode.
+            call_id = self._calls.next_id()
+            frames: list[list[Buffer]] = [[HEADER.pack(0, call_id, kind, NONE, number, 0)]]
+        else:
+            encoded = [self._encode(job, payload) for payload in plan.payloads]
+            call_id = self._calls.next_id()
+            frames = [frame(call_id) for frame in encoded]
+            if plan.index is not None:
+                frames = [frames[each] for each in plan.index]
+        pending = self._calls.send(
+            call_id, method.label, target.ranks, lane, frames, call, target.single, options.on_error
+        )
+        call.attach(pending, plan.collect, self._calls.abandon)
+        if options.timeout is not None:
+            self._deadline(job, call)
+
+    def _deadline(self, job: Job, call: Call[Any]) -> None:
+        timeout = job.options.timeout
+        assert timeout is not None
+
+        def expire() -> None:
+            if not call.done():
+                call.set_exception(
+                    CallTimeoutError(f"{job.method.label} did not end within {timeout} s")
+                )
+                call.abandon()
+
+        timer = self._loop.call_later(timeout, expire)
+        call.add_done_callback(lambda _call: timer.cancel())
+
+    def _encode(self, job: Job, payload: dispatch.Payload) -> Callable[[int], list[Buffer]]:
+        """Encode a payload; the frame is made when the call has its number."""
+        args, kwargs, rows = payload
+        number, kind = job.number, job.kind
+        extras: dict[str, Any] = {}
+        if rows is not None:
+            extras["rows"] = rows
+        if job.options.timeout is not None:
+            extras["timeout"] = job.options.timeout
+        if number == NO_METHOD and kind == _CALL:
+            extras["name"] = job.method.name
+        try:
+            stream, buffers = codec.encode((args, kwargs, extras) if extras else (args, kwargs))
+        except codec.UnresolvedError:
+            raise
+        except Exception as error:
+            raise self._unsendable(job, args, kwargs, error) from error
+        flags = EXTRAS if extras else 0
+        return lambda call_id: pack(kind, call_id, stream, buffers, flags=flags, aux=number)
+
+    def _unsendable(
+        self, job: Job, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    ) -> TypeError:
+        try:
+            names = [n for n in inspect.signature(job.method.function).parameters if n != "self"]
+        except (TypeError, ValueError):
+            names = []
+        named = [(names[i] if i < len(names) else f"#{i}", arg) for i, arg in enumerate(args)]
+        culprit = "an argument"
+        for name, value in [*named, *kwargs.items()]:
+            try:
+                codec.encode(value)
+            except Exception:  # noqa: BLE001  # this is the one we look for
+                culprit = f"argument {codec.explain_failure(value, name)}"
+                break
+        return TypeError(f"{job.method.label}: {culprit} can't be pickled: {error}")
+
+    def _defer(self, job: Job, lane: int, call: Call[Any]) -> None:
+        """Keep a call's place until the calls among its arguments have values.
+
+        The other arguments are taken as they are now (O-7).
+        """
+        try:
+            snapshot, needs = codec.encode_with_calls((job.args, dict(job.kwargs)))
+        except Exception as error:
+            raise self._unsendable(job, job.args, job.kwargs, error) from error
+        waiting = _Waiting(job, call, snapshot, needs)
+        queue = self._waiting[lane]
+        queue.append(waiting)
+
+        def leave() -> None:
+            if waiting in queue:
+                queue.remove(waiting)
+                self._advance(lane)
+
+        def known(need: asyncio.Future[Any]) -> None:
+            if not call.done():
+                if need.cancelled():
+                    call.cancel()
+                elif (error := need.exception()) is not None:
+                    call.settle(None, error if isinstance(error, Exception) else None)
+                    leave()
+            self._advance(lane)
+
+        call.on_abandon(leave)
+        if job.options.timeout is not None:
+            self._deadline(job, call)
+        for need in {id(need): need for need in needs}.values():
+            need.add_done_callback(known)
+        self._advance(lane)
+
+    def _advance(self, lane: int) -> None:
+        """Send what can go now: its values are there, and no earlier call keeps it back."""
+        queue = self._waiting[lane]
+        for waiting in list(queue):
+            if waiting not in queue or waiting.call.done():
+                continue
+            before = queue[: queue.index(waiting)]
+            if not all(need.done() for need in waiting.needs):
+                continue
+            if self._blocked(before, waiting.job.target):
+                continue
+            queue.remove(waiting)
+            try:
+                self._gang.check()
+                values = [need.result() for need in waiting.needs]
+                args, kwargs = codec.decode_with_values(waiting.snapshot, values)
+                self._send(waiting.job._replace(args=args, kwargs=kwargs), lane, waiting.call)
+            except Exception as error:  # noqa: BLE001  # what would have been raised at the call
+                waiting.call.settle(None, error)
