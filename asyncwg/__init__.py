@@ -86,6 +86,7 @@ __all__ = [
     "WorkerGroup",
     "WorkerGroupError",
     "WorkerStartError",
+    "__version__",
     "all_gather_data_proto",
     "current_call",
     "fold_batch_dim",

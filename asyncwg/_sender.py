@@ -121,7 +121,7 @@ class Sender:
             DispatchError: its arguments can't be given out.
             TypeError: one can't be pickled.
         """
-        target, method, mode, number, args, kwargs, options, kind = job
+        target, method, mode, _, args, kwargs, _, kind = job
         if kind == _CALL and (method.options.execute is not _ALL or mode is _RANK_ZERO):
             job = self._narrow(job)
             target = job.target

@@ -16,7 +16,9 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, Final
+from urllib.parse import parse_qs, urlparse
 
 from asyncwg.errors import UsageError
 
@@ -227,8 +229,6 @@ class _Finder:
         if name != "torch.distributed.rendezvous":
             return None
         sys.meta_path.remove(self)
-        from importlib.util import find_spec
-
         spec = find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -259,8 +259,6 @@ def _patch(module: Any) -> None:
 
 def _meet(url: str, given: dict[str, timedelta]) -> Iterator[Any]:
     global _inits  # ranks count alike, so they meet under the same prefix
-    from urllib.parse import parse_qs, urlparse
-
     import torch.distributed as dist  # import here: torch is loaded already
 
     query = parse_qs(urlparse(url).query)

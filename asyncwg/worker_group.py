@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import sys
 import threading
 import uuid
 import weakref
@@ -13,13 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from asyncwg import distributed
-from asyncwg._driver.gang import Gang, Launch
-from asyncwg._driver.guardian import Guardian, guardian
-from asyncwg._driver.output import Output
+from asyncwg._driver.gang import Gang
+from asyncwg._driver.guardian import guardian
+from asyncwg._driver.launch import Spec, encode_init, plan_launch
 from asyncwg._sender import CallOptions, Job, Sender, Target, nearest
 from asyncwg._surface import Surface, View
-from asyncwg._wire import codec
-from asyncwg._wire.launch import SESSION_VARIABLE, BootRecord
 from asyncwg.call import Call
 from asyncwg.decorator import (
     Method,
@@ -173,14 +170,8 @@ class WorkerGroup(Surface):
             raise UsageError(f"error_grace must be 0 seconds or more, not {error_grace!r}")
         self.resource_pool: Final = resource_pool
         self.cls: Final[type] = cls_with_init.cls
-        self._cls_with_init = cls_with_init
         self._name = _check_name(self.cls.__name__ if name is None else name)
-        self._worker_env = distributed.check_worker_env(worker_env)
-        self._start_method = start_method
         self._start_timeout = start_timeout
-        self._preload = None if preload is None else list(preload)
-        self._output = output
-        self._error_grace = error_grace
         self.options: Final = CallOptions(on_error=on_error)
         self.methods: Final = methods_of(self.cls)
         self.modes: Final = {key: resolve_mode(m.options.mode) for key, m in self.methods.items()}
@@ -189,6 +180,23 @@ class WorkerGroup(Surface):
         }
         self.has_async: Final = _has_async(self.cls)
         self._refuse_reserved()
+        limits = {m.name: m.options.max_concurrency for m in self.methods.values()}
+        self._spec = Spec(
+            name=self._name,
+            cls=self.cls,
+            args=cls_with_init.args,
+            kwargs=dict(cls_with_init.kwargs),
+            names=list(self.numbers),
+            limits={name: limit for name, limit in limits.items() if limit is not None},
+            has_async=self.has_async,
+            local_ranks=resource_pool.local_rank_list(),
+            local_world_sizes=resource_pool.local_world_size_list(),
+            worker_env=distributed.check_worker_env(worker_env),
+            start_method=start_method,
+            preload=None if preload is None else list(preload),
+            output=output,
+            error_grace=error_grace,
+        )
         self._everyone = Target(tuple(range(resource_pool.world_size)), False)
         self._gang: Gang | None = None
         self._sender: Sender | None = None
@@ -392,7 +400,7 @@ class WorkerGroup(Surface):
             raise UsageError(f"group {self._name!r} was started before: make a new one")
         loop = self._loop = asyncio.get_running_loop()
         _check_selector(loop)
-        init = self._encode_init()
+        init = encode_init(self._spec)
         session = uuid.uuid4().hex
         self._state = "starting"
         try:
@@ -400,7 +408,7 @@ class WorkerGroup(Surface):
             devices = self.resource_pool.acquire(self._held)
             self._store = distributed.Store(loop)
             keeper = guardian()
-            launch = self._launch(session, devices, self._store.port, keeper, init)
+            launch = plan_launch(self._spec, session, devices, self._store.port, keeper, init)
             gang = self._gang = Gang(loop, launch, keeper)
             await gang.start(self._start_timeout)
         except BaseException:
@@ -411,93 +419,6 @@ class WorkerGroup(Surface):
         self._state = "running"
         self._finalizer = weakref.finalize(self, _let_go, loop, gang, self._store)
         self._finalizer.atexit = False
-
-    def _launch(
-        self,
-        session: str,
-        devices: Sequence[str | None],
-        port: int,
-        keeper: Guardian,
-        init: codec.Encoded,
-    ) -> Launch:
-        base = dict(os.environ)
-        size = self.world_size
-        threads = distributed.threads_per_rank(base, self._worker_env, size)
-        preload = self._preload
-        if preload is None:
-            preload = ["torch", *(["tensordict"] if "tensordict" in sys.modules else [])]
-        fresh = self._start_method == "spawn" or (
-            self._start_method is None
-            and distributed.needs_fresh_interpreter(base, keeper.environment, self._worker_env)
-        )
-        local_ranks = self.resource_pool.local_rank_list()
-        local_sizes = self.resource_pool.local_world_size_list()
-        records = [
-            BootRecord(
-                env=distributed.rank_environment(
-                    base,
-                    group=self._name,
-                    session=(SESSION_VARIABLE, session),
-                    rank=rank,
-                    world_size=size,
-                    local_rank=local_ranks[rank],
-                    local_world_size=local_sizes[rank],
-                    port=port,
-                    device=devices[rank],
-                    threads=threads,
-                    worker_env=self._worker_env,
-                ),
-                sys_path=list(sys.path),
-                argv=list(sys.argv),
-                cwd=os.getcwd(),
-                group=self._name,
-                rank=rank,
-                world_size=size,
-                local_rank=local_ranks[rank],
-                local_world_size=local_sizes[rank],
-                threads=threads,
-                preload=preload,
-            )
-            for rank in range(size)
-        ]
-        return Launch(
-            name=self._name,
-            session=session,
-            records=records,
-            output=Output(self._output, self._name, size),
-            init=init,
-            has_async=self.has_async,
-            fresh=fresh,
-            preload=preload,
-            preload_explicit=self._preload is not None,
-            error_grace=self._error_grace,
-            label=self.cls.__name__,
-        )
-
-    def _encode_init(self) -> codec.Encoded:
-        spec = self._cls_with_init
-        limits = {
-            m.name: m.options.max_concurrency
-            for m in self.methods.values()
-            if m.options.max_concurrency is not None
-        }
-        try:
-            return codec.encode((spec.cls, spec.args, spec.kwargs, list(self.numbers), limits))
-        except Exception as error:
-            for value, name in (
-                (spec.cls, f"class {spec.cls.__qualname__}"),
-                (spec.args, "the positional arguments of its __init__"),
-                (spec.kwargs, "the keyword arguments of its __init__"),
-            ):
-                try:
-                    codec.encode(value)
-                except Exception:  # noqa: BLE001  # this is the one we look for
-                    culprit = codec.explain_failure(value, name)
-                    raise UsageError(
-                        f"{spec.cls.__name__} can't be sent to the workers: {culprit} "
-                        f"can't be pickled: {error}"
-                    ) from error
-            raise
 
     def _release(self) -> None:
         if self._finalizer is not None:

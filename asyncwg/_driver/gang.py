@@ -22,17 +22,16 @@ import contextlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from asyncwg._driver.calls import Calls, Pending
 from asyncwg._driver.guardian import Guardian, interpreter_flags
-from asyncwg._driver.output import Output
+from asyncwg._driver.launch import Launch
 from asyncwg._driver.postmortem import explain, oom_kills
 from asyncwg._driver.process import Processes
 from asyncwg._driver.rank import COMPUTE, Rank, RankState
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import Buffer, Kind, pack, unpack
-from asyncwg._wire.launch import BootRecord
 from asyncwg.errors import (
     CallTimeoutError,
     GroupBrokenError,
@@ -47,27 +46,6 @@ from asyncwg.errors import (
 _RESULT: Final = int(Kind.RESULT)
 _POLITE_SHARE: Final = 0.75
 """Share of the grace for ``close()``; the rest is for what SIGTERM sets off."""
-
-
-class Launch(NamedTuple):
-    """What a generation is made from."""
-
-    name: str
-    """The group's, for messages."""
-    session: str
-    """Unique; the mark of its processes."""
-    records: Sequence[BootRecord]
-    output: Output
-    init: codec.Encoded
-    """``(cls, args, kwargs, method names, concurrency limits)``."""
-    has_async: bool
-    fresh: bool
-    """Whether each rank is a fresh interpreter instead of a fork of the guardian."""
-    preload: Sequence[str]
-    preload_explicit: bool
-    error_grace: float
-    label: str
-    """Name of the worker's class."""
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_transport",),
     ("_worker", "_driver"),
     ("call",),
+    ("_sender",),
     ("_surface",),
     ("worker_group",),
     ("colocated", "blocking", "testing"),
