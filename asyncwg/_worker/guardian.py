@@ -18,6 +18,7 @@ It has one thread and no event loop, because it forks.
 from __future__ import annotations
 
 import contextlib
+import contextlib
 import gc
 import importlib
 import json
@@ -321,9 +322,9 @@ def main(main_fd: int, controller: int) -> None:
     os.set_inheritable(main_fd, False)
     os.closerange(main_fd + 1, 4096)
     # Loaded here, shared by every fork.
-    import asyncio  # noqa: F401
-
-    import cloudpickle  # noqa: F401  # import here: the guardian forks workers that need it
+    for name in ("asyncio", "cloudpickle", "uvloop"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     from asyncwg._worker.main import main as worker_main
 

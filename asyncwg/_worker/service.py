@@ -46,6 +46,7 @@ class Service:
         extras: dict[str, Any] = {}
         args: Sequence[Any] = ()
         kwargs: dict[str, Any] = {}
+        value: Any = None
         if not flags & NONE:
             stream, buffers = unpack(body, n_buffers)
             try:
@@ -61,7 +62,7 @@ class Service:
             else:
                 args, kwargs = value
         if kind == Kind.RUN:
-            function, *rest = args
+            function, *rest = value[0]
             label = getattr(function, "__name__", "run")
             args = (self.worker, *rest)
         elif aux != NO_METHOD:
