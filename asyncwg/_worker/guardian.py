@@ -18,7 +18,6 @@ It has one thread and no event loop, because it forks.
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import gc
 import importlib
 import json
