@@ -15,6 +15,8 @@ from benchmarks.workloads import BIG, BY_NAME, IN_FLIGHT, SMALL
 
 BURST = 0.06
 """Seconds that a burst of short calls takes, so that all libraries get the same share of the noise."""
+SINGLE = 1_000_000
+"""Elements from which on one call is long enough to be timed by itself."""
 FEWEST, MOST = 5, 2000
 
 
@@ -86,7 +88,7 @@ async def repetition(adapter: Adapter, workload: str, values: Values, *, first: 
         if type(adapter).__module__ != "benchmarks.adapters.floor":
             values.check(spec.method, answer)
         del answer
-    if spec.large:
+    if spec.large and values.numel > SINGLE:
         started = perf_counter()
         answer = await operation()  # kept: giving the memory back is not part of the call
         return perf_counter() - started

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.workloads import BY_NAME, Workload
+from benchmarks.workloads import Workload
 
 PACKAGES = {
     "asyncwg": "asyncwg", "torch_pipes": "torch", "ray": "ray", "monarch": "torchmonarch",
@@ -100,16 +100,15 @@ class Results:
         return median(median(by_round[0][n]) / median(by_round[1][n]) for n in shared)
 
 
-def spread(values: list[float], workload: str) -> str:
-    """Return ``median (lower to upper quartile)`` in the workload's unit."""
-    scale = BY_NAME[workload].scale if workload in BY_NAME else 1.0
+def spread(values: list[float], scale: float) -> str:
+    """Return ``median (lower to upper quartile)`` of seconds, in the unit that ``scale`` makes."""
     values = [value * scale for value in values]
     if len(values) == 1:
-        return number(values[0])
+        return digits(values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{number(middle)} ({number(low)} to {number(high)})"
+    return f"{digits(middle)} ({digits(low)} to {digits(high)})"
 
 
-def number(value: float) -> str:
-    """Return three digits that matter."""
+def digits(value: float) -> str:
+    """Return the three digits that matter."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import NoAnswerError, Process
+from benchmarks.process import OURS, NoAnswerError, Process
 from benchmarks.results import Results
 from benchmarks.workloads import BIG, BY_NAME, FLOOR_ONLY, WORKERS
 
@@ -26,9 +26,11 @@ class Libraries:
         self.folder, self.results, self.say = folder, results, say
         self.processes: dict[str, Process] = {}
         self.failed: set[tuple[str, str]] = set()
+        self.n, self.numel = WORKERS, BIG
 
     async def add(self, name: str, loop: str, n: int = WORKERS, numel: int = BIG) -> bool:
         """Start a library; say so and go on where it does not."""
+        self.n, self.numel = n, numel
         process = Process(name, loop, self.folder)
         await process.spawn()
         try:
@@ -40,6 +42,11 @@ class Libraries:
             return False
         self.processes[f"{name} {loop}"] = process
         return True
+
+    def keys(self, turn: int) -> list[str]:
+        """Return them there and back, so that nobody always stands behind the same neighbour."""
+        keys = list(self.processes)
+        return keys if turn % 2 else keys[::-1]
 
     async def measure(self, key: str, workload: str, state: str) -> float | None:
         """Return one repetition, or None."""
@@ -55,7 +62,7 @@ class Libraries:
                 self.say(f"{key}: {workload}: {error}")
             if process.process is None:
                 del self.processes[key]
-                await self.add(process.name, process.loop)
+                await self.add(process.name, process.loop, self.n, self.numel)
             return None
 
     async def end(self) -> None:
@@ -80,17 +87,15 @@ async def warm_rounds(
     libraries: Libraries, workloads: Iterable[str], states: Sequence[str], rounds: int
 ) -> None:
     """Measure everything that needs no fresh process."""
-    order = list(libraries.processes)
     for number in range(rounds):
         for workload in workloads:
             large = BY_NAME[workload].large
             libraries.say(f"round {number + 1} of {rounds}: {workload}")
             for state in ["free"] if large else states:
                 for turn in range(1 if large else TURNS):
-                    # There and back, so that nobody always stands behind the same neighbour.
-                    for key in order if (number + turn) % 2 else reversed(order):
+                    for key in libraries.keys(number + turn):
                         name, loop = key.split()
-                        if name not in ("floor", "asyncwg") and state != "free":
+                        if name not in OURS and state != "free":
                             continue  # their own helpers on one CPU would be a handicap, not a state
                         for one in asked(name, workload):
                             value = await libraries.measure(key, one, state)

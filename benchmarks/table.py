@@ -1,4 +1,4 @@
-"""Rows of the result, and the two ways to show them: on a terminal and as markdown."""
+"""The results as tables: on a terminal, and as markdown."""
 
 from __future__ import annotations
 
@@ -10,107 +10,105 @@ from rich.table import Table
 
 from benchmarks.loops import LOOPS
 from benchmarks.process import PEERS
-from benchmarks.results import Results, number, spread
-from benchmarks.workloads import COLD, WORKLOADS, Workload
+from benchmarks.results import Results, digits, spread
+from benchmarks.workloads import COLD, PEER_TARGETS, WORKLOADS, Workload
 
 STATES = ("free", "one", "two")
-TITLES = {"floor": "floor", "torch_pipes": "torch pipes"}
+TITLES = {"torch_pipes": "torch pipes", "monarch": "Monarch", "ray": "Ray"}
+FLOOR_HEAD = ("workload", "loop, CPUs", "floor", "asyncwg", "ratio", "target", "")
 
 
-class Row(NamedTuple):
-    """One line of the table, all as text."""
+class Sheet(NamedTuple):
+    """A table as text."""
 
-    workload: str
-    where: str
-    floor: str
-    ours: str
-    ratio: str
-    target: str
-    peers: list[str]
+    title: str
+    head: tuple[str, ...]
+    lines: list[tuple[str, ...]]
 
 
-def peers_of(results: Results) -> list[str]:
-    """Return the peers that have a number or a failure."""
-    return [
-        p
-        for p in PEERS
-        if any(k.startswith(f"{p} ") for k in {**results.samples, **results.failures})
+def sheets(results: Results) -> list[Sheet]:
+    """Return all tables for which there are numbers."""
+    against_floor = [
+        line
+        for spec in [*WORKLOADS, *COLD]
+        for loop in LOOPS
+        for state in STATES
+        if (line := _floor_line(results, spec, loop, state))
     ]
-
-
-def rows(results: Results) -> list[Row]:
-    """Return all lines for which asyncwg or the floor has a number."""
-    found = []
-    for spec in [*WORKLOADS, *COLD]:
-        for loop in LOOPS:
-            for state in STATES:
-                if row := _row(results, spec, loop, state):
-                    found.append(row)
+    found = [Sheet("Against the floor", FLOOR_HEAD, against_floor)]
+    peers = [p for p in PEERS if any(k.startswith(f"{p} ") for k in results.samples)]
+    if peers:
+        head = ("workload", "asyncwg", *[TITLES.get(peer, peer) for peer in peers])
+        lines = [_peer_line(results, spec, peers) for spec in [*WORKLOADS, *COLD]]
+        found.append(Sheet("Against the peers", head, lines))
     return found
 
 
-def _row(results: Results, spec: Workload, loop: str, state: str) -> Row | None:
+def _floor_line(results: Results, spec: Workload, loop: str, state: str) -> tuple[str, ...] | None:
     ours = results.seconds("asyncwg", loop, spec.name, state)
+    if not ours:
+        failed = results.failures.get(f"asyncwg {loop} {spec.name}")
+        return (spec.name, f"{loop}, {state}", "", failed, "", "", "missed") if failed else None
     floor = results.floor(spec, loop, state)
-    if not ours and floor is None:
-        return None
-    ratio = floor_text = ""
+    ratio, floor_text = statistics.median(ours) / spec.target, ""
+    met = ratio <= 1
     if floor is not None:
-        values = results.seconds(floor[0], loop, floor[1], state)
-        floor_text = spread(values, floor[1] if floor[1] != "import_torch_s" else spec.name)
-        if ours:
-            ratio = f"{results.ratio(('asyncwg', spec.name), floor, loop, state):.2f}"
-    elif ours and spec.name in ("second_start_s", "close_s"):
-        ratio = f"{statistics.median(ours) / spec.target:.2f}"
-    target = f"≤ {spec.target:g} x" if spec.floors else f"≤ {spec.target:g} s"
-    met = ""
-    if ratio:
-        met = " ok" if float(ratio) <= (spec.target if spec.floors else 1) else " missed"
-    peers = [_peer(results, peer, spec.name, ours, loop, state) for peer in peers_of(results)]
-    where = "" if spec.unit == "s" else f"{loop}, {state}" if not spec.large else loop
-    return Row(
+        floor_text = spread(results.seconds(floor[0], loop, floor[1], state), spec.scale)
+        ratio = results.ratio(("asyncwg", spec.name), floor, loop, state)
+        met = ratio <= spec.target
+    return (
         spec.name,
-        where,
+        "" if spec.unit == "s" else loop if spec.large else f"{loop}, {state}",
         floor_text,
-        spread(ours, spec.name) if ours else "",
-        ratio,
-        target + met,
-        peers,
+        spread(ours, spec.scale),
+        f"{ratio:.2f}" if floor is not None else "",
+        f"≤ {spec.target:g}" if spec.floors else f"≤ {spec.target:g} s",
+        "ok" if met else "missed",
     )
 
 
-def _peer(
-    results: Results, peer: str, workload: str, ours: list[float], loop: str, state: str
-) -> str:
-    values = results.seconds(peer, "uvloop", workload, state)
-    if loop != "uvloop" or state != "free":
-        return ""
-    if not values:
-        return results.failures.get(f"{peer} uvloop {workload}", "")[:40]
-    text = spread(values, workload)
-    if ours:
-        text += f" {number(statistics.median(values) / statistics.median(ours))}x"
-    return text
+def _peer_line(results: Results, spec: Workload, peers: list[str]) -> tuple[str, ...]:
+    ours = results.seconds("asyncwg", "uvloop", spec.name, "free")
+    cells = [spec.name, spread(ours, spec.scale) if ours else ""]
+    for peer in peers:
+        values = results.seconds(peer, "uvloop", spec.name, "free")
+        if not values:
+            cells.append(results.failures.get(f"{peer} uvloop {spec.name}", "")[:60])
+            continue
+        text = digits(statistics.median(values) * spec.scale)
+        if ours:
+            times = results.ratio((peer, spec.name), ("asyncwg", spec.name), "uvloop", "free")
+            text += f", {digits(times)} x"
+            target = PEER_TARGETS.get(spec.name, {}).get(peer)
+            if target is not None:
+                text += f" ({'ok' if times >= target else 'missed'}: ≥ {target})"
+        cells.append(text)
+    return tuple(cells)
 
 
 def show(results: Results) -> None:
-    """Print the table."""
-    table = Table(title="medians (quartiles); µs, ms or s as the name says")
-    for heading in ("workload", "loop, CPUs", "floor", "asyncwg", "ratio", "target"):
-        table.add_column(heading)
-    peers = peers_of(results)
-    for peer in peers:
-        table.add_column(f"{TITLES.get(peer, peer)} (x ours)")
-    for row in rows(results):
-        style = "red" if row.target.endswith("missed") else ""
-        table.add_row(*row[:6], *row.peers, style=style)
-    # As wide as it needs to be: a table that goes to a file must not be cut.
+    """Print the tables."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=150 + 28 * len(peers))
-    console.print(table)
-    for name in results.missing:
-        console.print(f"{name} is not installed: left out")
-    for key, why in results.failures.items():
-        if why != "not offered":
-            console.print(f"{key}: {why}")
+        console = Console(width=220)  # a table that goes to a file must not be cut
+    for sheet in sheets(results):
+        table = Table(*sheet.head, title=f"{sheet.title}: medians (quartiles) in us, ms or s")
+        for line in sheet.lines:
+            table.add_row(*line, style="red" if line[-1] == "missed" else "")
+        console.print(table)
+    for line in remarks(results):
+        console.print(line)
+
+
+def remarks(results: Results) -> list[str]:
+    """Return what could not be measured, and why."""
+    lines = [f"{name} is not installed: left out." for name in results.missing]
+    return lines + [
+        f"{key}: {why}" for key, why in results.failures.items() if why != "not offered"
+    ]
+
+
+def markdown(sheet: Sheet) -> str:
+    """Return a sheet as a markdown table."""
+    rows = [sheet.head, tuple("---" for _ in sheet.head), *sheet.lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

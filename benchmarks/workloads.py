@@ -39,6 +39,7 @@ class Workload(NamedTuple):
 _ECHO_ONE = ("one_us", "one_loop_us")
 _ECHO_ALL = ("all_us", "all_loop_us")
 
+
 WORKLOADS = [
     Workload("one_us", "one", "an empty call to one worker", _ECHO_ONE, "asyncio echo of one", 1.5),
     Workload("all_us", "all", "an empty call to all", _ECHO_ALL, "asyncio echo of four", 1.3),
@@ -51,17 +52,20 @@ WORKLOADS = [
         ("=all_us",), "its own all_us", 2.0,
     ),
     Workload(
-        "broadcast_ms", "broadcast", "256 MB to all", ("broadcast_ms",), "one warm memcpy", 1.2, True,
+        "broadcast_ms", "broadcast", "256 MB to all",
+        ("broadcast_ms",), "one warm memcpy", 1.2, True,
     ),
     Workload(
-        "scatter_ms", "scatter", "64 MB to each", ("scatter_ms",), "one warm memcpy", 1.2, True,
+        "scatter_ms", "scatter", "64 MB to each",
+        ("scatter_ms",), "one warm memcpy", 1.2, True,
     ),
     Workload(
-        "echo_ms", "echo", "64 MB to each and back", ("echo_ms",), "the computing alone", 1.25, True,
+        "echo_ms", "echo", "64 MB to each and back",
+        ("echo_ms",), "the computing alone", 1.25, True,
     ),
     Workload(
-        "gather_ms", "gather", "64 MB from each, joined", ("gather_ms",), "the computing alone", 1.4,
-        True,
+        "gather_ms", "gather", "64 MB from each, joined",
+        ("gather_ms",), "the computing alone", 1.4, True,
     ),
 ]  # fmt: skip
 FLOOR_ONLY = [
@@ -77,3 +81,16 @@ COLD = [
     Workload("close_s", "", "until all processes are gone", (), "0.05 s", 0.05),
 ]
 BY_NAME = {w.name: w for w in [*WORKLOADS, *FLOOR_ONLY, *COLD]}
+
+PEER_TARGETS = {
+    "one_us": {"ray": 15, "monarch": 15, "xoscar": 3},
+    "all_us": {"ray": 20, "monarch": 20, "xoscar": 7},
+    "pipelined_us": {"ray": 12, "monarch": 12},
+    "small4k_all_us": {"ray": 20, "monarch": 20, "xoscar": 4},
+    "broadcast_ms": {"ray": 20, "monarch": 20, "xoscar": 20},
+    "scatter_ms": {"ray": 35, "monarch": 35, "xoscar": 35},
+    "echo_ms": {"ray": 12, "monarch": 12, "xoscar": 12},
+    "gather_ms": {"ray": 3, "monarch": 3, "xoscar": 3},
+    "start_s": {"ray": 2, "monarch": 2, "xoscar": 2},
+}
+"""How many times longer than asyncwg a peer is meant to take."""
