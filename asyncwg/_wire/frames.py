@@ -143,10 +143,17 @@ def unpack(body: memoryview, n_buffers: int) -> tuple[memoryview, list[memoryvie
 
 
 def allocate(size: int) -> memoryview:
-    """Return writable memory for a body of ``size`` bytes."""
+    """Return writable memory for a body of ``size`` bytes.
+
+    Raises:
+        FrameError: there is not so much.
+    """
     if size < MMAP_FROM:
         return memoryview(bytearray(size))
-    return memoryview(mmap.mmap(-1, size))
+    try:
+        return memoryview(mmap.mmap(-1, size))
+    except OSError as error:
+        raise FrameError(f"no memory for a frame of {size} bytes: {error}") from error
 
 
 class Assembler:
