@@ -109,12 +109,14 @@ def _reduce_slowly(tensor: Any) -> Any:
         with warnings.catch_warnings():
             # torch's reducer of quantised tensors warns about a class that it uses itself.
             warnings.simplefilter("ignore", UserWarning)
-            return flat.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return _odd_tensor, flat.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     shape = tuple(flat.shape)
     name = str(flat.dtype).removeprefix("torch.")
     flat = flat.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not flat.numel():
         return _empty_tensor, (name, shape)
+    # A single element counts as contiguous whatever its stride, and has no view as bytes then.
+    flat = flat.as_strided(flat.shape, (1,))
     return _raw_tensor, (name, shape, pickle.PickleBuffer(flat.view(torch.uint8).numpy()))
 
 
@@ -141,6 +143,13 @@ def _raw_tensor(name: str, shape: tuple[int, ...], buffer: Any) -> Any:
         _learn_dtypes()
     torch = sys.modules["torch"]
     return torch.frombuffer(buffer, dtype=torch.uint8).view(_dtypes[name]).reshape(shape)
+
+
+def _odd_tensor(maker: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with warnings.catch_warnings():
+        # As when it was taken apart; and its layout may be new to this process, which torch tells.
+        warnings.simplefilter("ignore", UserWarning)
+        return maker(*arguments)
 
 
 def _empty_tensor(name: str, shape: tuple[int, ...]) -> Any:
