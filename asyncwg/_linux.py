@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
+import struct
 from typing import Final, NamedTuple
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -101,3 +103,88 @@ def close_all_but(keep: set[int]) -> None:
                 os.close(int(entry))
             except OSError:
                 pass  # the one that listed the folder
+
+
+_MADV_DONTNEED: Final = 4
+_MADV_POPULATE_WRITE: Final = 23
+_PAGEMAP_SCAN: Final = (3 << 30) | (96 << 16) | (ord("f") << 8) | 16
+_PAGE_IS_FILE: Final = 1 << 2
+_PAGE_IS_PRESENT: Final = 1 << 3
+_PAGE_IS_SWAPPED: Final = 1 << 4
+_SCAN_REGIONS: Final = 512
+
+
+def drop_pages(address: int, size: int) -> None:
+    """Forget what this process has written to a private mapping; the file shows through again."""
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_DONTNEED)
+
+
+def own_pages(address: int, size: int) -> bool:
+    """Give this process its own copy of every page of a private mapping.
+
+    The contents don't change, whoever reads or writes them meanwhile. Returns False on kernels
+    before 5.14, which can't.
+    """
+    return not _libc.madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
+    )
+
+
+def drop_written_pages(address: int, size: int) -> None:
+    """As `drop_pages`, but pages that were only read stay mapped: touching them again is free.
+
+    On kernels before 6.7, which can't tell which are which, all go.
+    """
+    try:
+        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        drop_pages(address, size)
+        return
+    try:
+        regions = (ctypes.c_uint64 * (3 * _SCAN_REGIONS))()
+        start, end = address, address + size
+        while start < end:
+            # Pages that are there or swapped out, and are not the file's: written by us.
+            request = bytearray(
+                struct.pack(
+                    "<12Q", 96, 0, start, end, 0, ctypes.addressof(regions), _SCAN_REGIONS, 0,
+                    _PAGE_IS_FILE, _PAGE_IS_FILE, _PAGE_IS_PRESENT | _PAGE_IS_SWAPPED,
+                    _PAGE_IS_PRESENT,
+                )
+            )  # fmt: skip
+            count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, request, True)
+            for i in range(count):
+                drop_pages(regions[3 * i], regions[3 * i + 1] - regions[3 * i])
+            walked: int = struct.unpack_from("<Q", request, 32)[0]
+            if walked <= start:
+                break
+            start = walked
+    except OSError:
+        drop_pages(address, size)
+    finally:
+        os.close(pagemap)
+
+
+def available_memory() -> int:
+    """Return how many bytes this process could still use: of the machine, and of its control group."""
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/proc/self/cgroup") as file:
+            path = next(line.split(":", 2)[2] for line in file if line.startswith("0::")).strip()
+        with open(f"/sys/fs/cgroup{path}/memory.max") as file:
+            limit = file.read().strip()
+        with open(f"/sys/fs/cgroup{path}/memory.current") as file:
+            current = int(file.read())
+        if limit != "max":
+            available = min(available, int(limit) - current)
+    except (OSError, StopIteration, ValueError):
+        pass  # no control groups of version 2
+    return available
+
+
+def punch_hole(fd: int, offset: int, size: int) -> None:
+    """Give back the memory of a range of an anonymous file; it reads as zeros afterwards."""
+    keep_size_and_punch = 0x01 | 0x02
+    _libc.fallocate(fd, keep_size_and_punch, ctypes.c_long(offset), ctypes.c_long(size))

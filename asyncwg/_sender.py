@@ -20,13 +20,17 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from asyncwg import dispatch
+from asyncwg._driver.calls import Pending
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.rank import ASYNC, COMPUTE
+from asyncwg._driver.transfers import Load
 from asyncwg._wire import codec
 from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, pack
+from asyncwg._wire.shipment import shipment
+from asyncwg._wire.sources import inline
 from asyncwg.call import Call
 from asyncwg.decorator import Dispatch, Execute, Method, Mode, Uneven
-from asyncwg.errors import CallTimeoutError, UsageError
+from asyncwg.errors import CallTimeoutError, ResourceError, UsageError
 
 _CALL: Final = int(Kind.CALL)
 # Looked up on every call, where an attribute of a class costs more than a name of the module.
@@ -42,6 +46,7 @@ class CallOptions:
     timeout: float | None = None
     uneven: Uneven = "error"
     on_error: str = "abort"
+    copy: str = "later"
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not self.timeout > 0:
@@ -50,6 +55,8 @@ class CallOptions:
             raise UsageError(f"uneven must be 'error', 'allow' or 'pad', not {self.uneven!r}")
         if self.on_error not in ("abort", "wait"):
             raise UsageError(f"on_error must be 'abort' or 'wait', not {self.on_error!r}")
+        if self.copy not in ("later", "now"):
+            raise UsageError(f"copy must be 'later' or 'now', not {self.copy!r}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -174,17 +181,63 @@ class Sender:
             call_id = self._calls.next_id()
             frames: list[list[Buffer]] = [[HEADER.pack(0, call_id, kind, NONE, number, 0)]]
         else:
-            encoded = [self._encode(job, payload) for payload in plan.payloads]
+            loads = [self._encode(job, payload) for payload in plan.payloads]
             call_id = self._calls.next_id()
-            frames = [frame(call_id) for frame in encoded]
+            if any(load.large is not None for load in loads):
+                self._ship(job, lane, call, call_id, loads, plan)
+                return
+            frames = [
+                pack(
+                    kind,
+                    call_id,
+                    load.encoded.stream,
+                    inline(load.encoded.buffers),
+                    flags=load.flags,
+                    aux=number,
+                )
+                for load in loads
+            ]
             if plan.index is not None:
                 frames = [frames[each] for each in plan.index]
         pending = self._calls.send(
             call_id, method.label, target.ranks, lane, frames, call, target.single, options.on_error
         )
+        self._attach(job, call, pending, plan)
+
+    def _attach(self, job: Job, call: Call[Any], pending: Pending, plan: dispatch.Plan) -> None:
+        joined = plan.joined
+        if joined is not None:
+            pending.joins = joined
         call.attach(pending, plan.collect, self._calls.abandon)
-        if options.timeout is not None:
+        if job.options.timeout is not None:
             self._deadline(job, call)
+
+    def _ship(
+        self,
+        job: Job,
+        lane: int,
+        call: Call[Any],
+        call_id: int,
+        loads: list[Load],
+        plan: dispatch.Plan,
+    ) -> None:
+        pending = self._calls.register(
+            call_id,
+            job.method.label,
+            job.target.ranks,
+            lane,
+            call,
+            single=job.target.single,
+            on_error=job.options.on_error,
+        )
+        self._attach(job, call, pending, plan)
+        now = job.options.copy == "now"
+        try:
+            self._gang.transfers.ship(self._calls, pending, loads, plan.index, now=now)
+        except ResourceError:
+            self._calls.forget(pending)
+            call.cancel()
+            raise
 
     def _deadline(self, job: Job, call: Call[Any]) -> None:
         timeout = job.options.timeout
@@ -200,8 +253,7 @@ class Sender:
         timer = self._loop.call_later(timeout, expire)
         call.add_done_callback(lambda _call: timer.cancel())
 
-    def _encode(self, job: Job, payload: dispatch.Payload) -> Callable[[int], list[Buffer]]:
-        """Encode a payload; the frame is made when the call has its number."""
+    def _encode(self, job: Job, payload: dispatch.Payload) -> Load:
         args, kwargs, rows = payload
         number, kind = job.number, job.kind
         extras: dict[str, Any] = {}
@@ -212,13 +264,12 @@ class Sender:
         if number == NO_METHOD and kind == _CALL:
             extras["name"] = job.method.name
         try:
-            stream, buffers = codec.encode((args, kwargs, extras) if extras else (args, kwargs))
+            encoded = codec.encode((args, kwargs, extras) if extras else (args, kwargs))
         except codec.UnresolvedError:
             raise
         except Exception as error:
             raise self._unsendable(job, args, kwargs, error) from error
-        flags = EXTRAS if extras else 0
-        return lambda call_id: pack(kind, call_id, stream, buffers, flags=flags, aux=number)
+        return Load(kind, EXTRAS if extras else 0, number, encoded, shipment(encoded))
 
     def _unsendable(
         self, job: Job, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception

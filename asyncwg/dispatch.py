@@ -80,6 +80,13 @@ class Plan(NamedTuple):
     collect: Collect
     """Takes the results by position, gives the call's. Raises DispatchError with ``results``."""
 
+    @property
+    def joined(self) -> tuple[int, ...] | None:
+        """The ranks whose results are joined, in that order; None where they are not."""
+        if not isinstance(self.collect, _Join):
+            return None
+        return tuple(self.collect.ranks[position] for position in self.collect.collectors)
+
 
 class _Given(NamedTuple):
     """What becomes of one argument."""

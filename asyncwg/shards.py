@@ -129,7 +129,7 @@ def _with_rows(parts: Sequence[Any]) -> Sequence[Any]:
 
 def _join_tensors(parts: Sequence[Any]) -> Any:
     parts = _with_rows(parts)
-    return parts[0] if len(parts) == 1 else sys.modules["torch"].cat(list(parts))
+    return parts[0] if len(parts) == 1 else cat(parts)
 
 
 def _pad_array(value: Any, count: int) -> Any:
@@ -148,7 +148,38 @@ def _concatenate(parts: Sequence[Any]) -> Any:
     numpy = sys.modules["numpy"]
     # np.concatenate drops the masks of masked arrays without a word.
     masked = any(isinstance(part, numpy.ma.MaskedArray) for part in parts)
-    return (numpy.ma if masked else numpy).concatenate(parts)
+    in_place = _in_place(parts)
+    return (numpy.ma if masked else numpy).concatenate(parts) if in_place is None else in_place
+
+
+in_place_joiners: list[Callable[[Sequence[Any]], Any]] = []
+"""Each takes tensors, or arrays, and returns them as one if they stand side by side in memory, else
+None. The arena adds one: the results of the ranks are written where the joined batch stands."""
+
+
+def _in_place(parts: Sequence[Any]) -> Any:
+    for joiner in in_place_joiners:
+        joined = joiner(parts)
+        if joined is not None:
+            return joined
+    return None
+
+
+def cat(parts: Sequence[Any]) -> Any:
+    """Join tensors, or tensordicts, by rows, without a copy where they stand side by side."""
+    torch = sys.modules["torch"]
+    if all(type(part) is torch.Tensor for part in parts):
+        in_place = _in_place(parts)
+        return torch.cat(list(parts)) if in_place is None else in_place
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and all(type(part) is tensordict.TensorDict for part in parts):
+        # Entry by entry: tensordict's own cat would copy every tensor.
+        entries = {key: [part.get(key) for part in parts] for key in parts[0].keys()}  # noqa: SIM118
+        rows = sum(part.batch_size[0] for part in parts)
+        size = [rows, *parts[0].batch_size[1:]]
+        joined = {key: cat(values) for key, values in entries.items()}
+        return tensordict.TensorDict(joined, batch_size=size, device=parts[0].device)
+    return torch.cat(list(parts))
 
 
 def _cut_by_slices(value: Any, bounds: Bounds) -> list[Any]:
@@ -168,7 +199,7 @@ def _join_tensordicts(parts: Sequence[Any]) -> Any:
     for i, found in enumerate(keys):
         _check_same_keys(keys[0], found, f"result {i}")
     parts = [part for part in parts if part.batch_size[0]] or parts
-    return parts[0] if len(parts) == 1 else sys.modules["torch"].cat(list(parts))
+    return parts[0] if len(parts) == 1 else cat(parts)
 
 
 _LIST: Final = Handler(

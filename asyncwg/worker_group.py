@@ -129,6 +129,9 @@ class WorkerGroup(Surface):
         error_grace: seconds that a call waits for the other ranks after the first has failed.
         on_error: what comes then: ``"abort"`` breaks the group off, ``"wait"`` leaves the others
             running.
+        arena_limit: bytes of large values in shared memory beyond which calls wait for room; None for half
+            of the machine's memory.
+        arena_timeout: seconds until a call that waits for room fails with `ResourceError`.
 
     Raises:
         TypeError: an option that does not exist.
@@ -148,6 +151,8 @@ class WorkerGroup(Surface):
         output: str | os.PathLike[str] = "prefix",
         error_grace: float = 0.5,
         on_error: str = "abort",
+        arena_limit: int | None = None,
+        arena_timeout: float = 30.0,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -196,6 +201,8 @@ class WorkerGroup(Surface):
             preload=None if preload is None else list(preload),
             output=output,
             error_grace=error_grace,
+            arena_limit=arena_limit,
+            arena_timeout=arena_timeout,
         )
         self._everyone = Target(tuple(range(resource_pool.world_size)), False)
         self._gang: Gang | None = None

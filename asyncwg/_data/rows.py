@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 import torch
 
+from asyncwg import shards
 from asyncwg.errors import UsageError
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def concat_batches(
     """Return one TensorDict with the rows of all, copied.
 
     What has no rows must have the right keys and decides nothing else. With ``share_one``, rows
-    that all come from one batch are not copied.
+    that all come from one batch, or that stand side by side in memory already, are not copied.
 
     Raises:
         UsageError: they differ in keys, or the tensors under one key don't fit together.
@@ -145,7 +146,8 @@ def concat_batches(
     if share_one and len(filled) == 1:
         return filled[0].copy()
     try:
-        return cast("TensorDict", torch.cat(cast("Any", filled), dim=0))
+        join = shards.cat if share_one else torch.cat
+        return cast("TensorDict", join(cast("Any", filled)))
     except (RuntimeError, NotImplementedError) as error:
         raise UsageError(_misfit(filled, who, error)) from error
 

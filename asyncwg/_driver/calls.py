@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+from asyncwg._driver.arena import Block
 from asyncwg._driver.rank import Rank
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import NONE, Buffer, Kind, pack, unpack
+from asyncwg._wire.frames import ARENA, NONE, Buffer, Kind, pack, unpack
 from asyncwg.errors import WorkerError, WorkerGroupError
 
 _HOLD: Final = int(Kind.HOLD)
@@ -31,12 +32,20 @@ class Outcome(Protocol):
         ...
 
 
+class Region(NamedTuple):
+    """A place in the arena for the results of several ranks, side by side."""
+
+    block: Block
+    sizes: Sequence[int]
+    """Of the buffers of each rank's result, when they are alike."""
+
+
 class Pending:
     """One call that some rank has not answered yet."""
 
     __slots__ = (
-        "call_id", "errors", "label", "lane", "left", "on_error", "outcome", "ranks", "results",
-        "single", "timer", "votes", "watch",
+        "call_id", "cleanup", "errors", "joins", "label", "lane", "left", "on_error", "outcome",
+        "ranks", "region", "results", "single", "timer", "unsent", "votes", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +73,14 @@ class Pending:
         self.timer: asyncio.TimerHandle | None = None
         self.watch: Callable[[], None] | None = None
         """Called whenever a rank has answered."""
+        self.joins: Sequence[int] = ()
+        """The ranks whose results will be joined, in that order."""
+        self.region: Region | None = None
+        """Where they are to stand side by side."""
+        self.unsent: Callable[[], None] | None = None
+        """Takes back what no rank has a byte of yet."""
+        self.cleanup: Callable[[], None] | None = None
+        """Called when the call is over."""
 
     def owes(self, rank: int) -> bool:
         """Whether ``rank`` still has to answer."""
@@ -88,6 +105,9 @@ class Pending:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+        if self.cleanup is not None:
+            cleanup, self.cleanup = self.cleanup, None
+            cleanup()
         return outcome
 
     def combined(self, also: Sequence[Exception] = ()) -> Exception:
@@ -110,6 +130,8 @@ class Calls:
         ranks: all ranks, by number.
         error_grace: seconds from the first failure of a call until it is told without the rest.
         broken_off: told the error when that has happened and the call's policy is ``"abort"``.
+        receive: takes ``(rank, flags, body, n_buffers, wanted)`` of a result and returns its stream and
+            buffers, wherever they stand.
     """
 
     def __init__(
@@ -118,11 +140,13 @@ class Calls:
         ranks: Sequence[Rank],
         error_grace: float,
         broken_off: Callable[[Exception], None],
+        receive: Callable[[int, int, memoryview, int, bool], tuple[memoryview, list[memoryview]]],
     ) -> None:
         self._loop = loop
         self._ranks = ranks
         self._error_grace = error_grace
         self._broken_off = broken_off
+        self._unpack = receive
         self._pending: dict[int, Pending] = {}
         self._last_id = 0
 
@@ -194,14 +218,23 @@ class Calls:
     def result(self, rank: int, call_id: int, flags: int, n_buffers: int, body: memoryview) -> None:
         """Take a rank's RESULT."""
         pending = self._pending.get(call_id)
-        if pending is None or rank in pending.results:
-            return
-        if flags & NONE or pending.outcome is None:
+        if pending is None or pending.outcome is None or rank in pending.results:
+            if flags & ARENA:
+                self._unpack(rank, flags, body, n_buffers, False)
+            if pending is None or rank in pending.results:
+                return
+            pending.results[rank] = None
+        elif flags & NONE:
             pending.results[rank] = None
         else:
             try:
-                pending.results[rank] = codec.decode(*unpack(body, n_buffers))
-            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's unpickling
+                stream, buffers = (
+                    self._unpack(rank, flags, body, n_buffers, True)
+                    if flags & ARENA
+                    else unpack(body, n_buffers)
+                )
+                pending.results[rank] = codec.decode(stream, buffers)
+            except BaseException as error:  # noqa: BLE001  # a user's unpickling
                 self._failed(pending, rank, _unreadable(pending, rank, error))
                 return
         pending.left -= 1
@@ -222,6 +255,24 @@ class Calls:
         where = f"{pending.label}, rank {rank}, call {call_id}"
         self._failed(pending, rank, failures.restore(failure, rank=rank, where=where))
 
+    def get(self, call_id: int) -> Pending | None:
+        """Return an unanswered call."""
+        return self._pending.get(call_id)
+
+    def forget(self, pending: Pending) -> None:
+        """Take a call that was never sent off the table."""
+        self._pending.pop(pending.call_id, None)
+
+    def refuse(self, pending: Pending, error: Exception) -> None:
+        """Fail a call that no rank has a byte of."""
+        if self._pending.pop(pending.call_id, None) is None:
+            return
+        outcome = pending.take()
+        if pending.unsent is not None:
+            pending.unsent()
+        if outcome is not None:
+            outcome.settle(None, error)
+
     def waiting_for(self, rank: int) -> list[Pending]:
         """Return the calls that ``rank`` still owes an answer, oldest first."""
         return [pending for pending in self._pending.values() if pending.owes(rank)]
@@ -231,6 +282,8 @@ class Calls:
         pending, self._pending = self._pending, {}
         for each in pending.values():
             outcome = each.take()
+            if each.unsent is not None:
+                each.unsent()
             if outcome is not None:
                 outcome.settle(None, error_of(each))
 
@@ -242,6 +295,10 @@ class Calls:
         """
         pending.take()
         if pending.call_id not in self._pending or pending.votes is not None:
+            return
+        if pending.unsent is not None:
+            del self._pending[pending.call_id]
+            pending.unsent()
             return
         silent = pending.silent
         # A rank that has answered has started it.
@@ -288,7 +345,7 @@ class Calls:
         if outcome is None:
             return
         if pending.errors is None:
-            pending.outcome = None  # or call and record would hold each other
+            pending.take()  # or call and record would hold each other
             results = pending.results
             outcome.settle([results[rank] for rank in pending.ranks], None)
         else:
@@ -314,7 +371,7 @@ def _unreadable(pending: Pending, rank: int, error: BaseException) -> Exception:
     told = WorkerError(
         type(error).__qualname__,
         f"the result of {pending.label} on rank {rank} can't be unpickled in the controller: "
-        f"{error}",
+        f"{failures.text_of(error)}",
         rank=rank,
     )
     told.__cause__ = error

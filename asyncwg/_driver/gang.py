@@ -24,12 +24,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from asyncwg._driver.arena import arena
 from asyncwg._driver.calls import Calls, Pending
 from asyncwg._driver.guardian import Guardian, interpreter_flags
 from asyncwg._driver.launch import Launch
 from asyncwg._driver.postmortem import explain, oom_kills
 from asyncwg._driver.process import Processes
 from asyncwg._driver.rank import COMPUTE, Rank, RankState
+from asyncwg._driver.transfers import Transfers
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import Buffer, Kind, pack, unpack
 from asyncwg.errors import (
@@ -89,7 +91,12 @@ class Gang:
             Rank(loop, index, self._receive, self._lost, has_async=launch.has_async)
             for index in range(len(launch.records))
         ]
-        self.calls = Calls(loop, self._ranks, launch.error_grace, self._break)
+        self.transfers = Transfers(
+            loop, self._ranks, launch.session, launch.arena_limit, launch.arena_timeout
+        )
+        self.calls = Calls(
+            loop, self._ranks, launch.error_grace, self._break, self.transfers.receive
+        )
         sock = guardian.open_session(
             launch.session, launch.preload, explicit=launch.preload_explicit
         )
@@ -161,7 +168,7 @@ class Gang:
             try:
                 await self._processes.start(
                     rank.index,
-                    rank.give_descriptors(record, stdout, stderr),
+                    rank.give_descriptors(record, stdout, stderr, arena().fd),
                     fresh=self._launch.fresh,
                     flags=flags,
                 )
@@ -218,6 +225,10 @@ class Gang:
         elif kind == Kind.READY:
             self._ranks[rank].state = RankState.READY
             self.calls.answered(rank, call_id)
+        elif kind == Kind.OFFER:
+            self.transfers.offered(rank, call_id, self.calls.get(call_id), body)
+        elif kind == Kind.RELEASE:
+            self.transfers.released(rank, body)
         elif kind == Kind.MESHES:
             self._learn_meshes(rank, codec.decode(*unpack(body, n_buffers)))
         elif kind == Kind.STOPPED:
@@ -251,6 +262,7 @@ class Gang:
         rank.drain()
         expected = self.closed or self._broken is not None or rank.state is RankState.STOPPED
         rank.close()
+        self.transfers.lost(index)
         if expected:
             return
         self._launch_died(index, code)
@@ -379,6 +391,7 @@ class Gang:
         for rank in self._ranks:
             rank.close()
         self._processes.close()
+        self.transfers.close()
         self._launch.output.close()
         if cancelled is not None:
             raise cancelled
@@ -390,4 +403,5 @@ class Gang:
         for rank in self._ranks:
             rank.close()
         self._processes.close()
+        self.transfers.close()
         self._launch.output.close()

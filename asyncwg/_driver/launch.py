@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncwg import distributed
+from asyncwg._driver.arena import arena
 from asyncwg._driver.guardian import Guardian
 from asyncwg._driver.output import Output
 from asyncwg._wire import codec
@@ -37,6 +38,8 @@ class Spec:
     preload: Sequence[str] | None
     output: str | os.PathLike[str]
     error_grace: float
+    arena_limit: int | None
+    arena_timeout: float
 
 
 class Launch(NamedTuple):
@@ -56,6 +59,9 @@ class Launch(NamedTuple):
     preload: Sequence[str]
     preload_explicit: bool
     error_grace: float
+    arena_limit: int
+    """Bytes of blocks beyond which arguments wait."""
+    arena_timeout: float
     label: str
     """Name of the worker's class."""
 
@@ -113,6 +119,7 @@ def plan_launch(
             local_world_size=local_size,
             threads=threads,
             preload=list(preload),
+            arena_size=arena().size,
         )
         for rank, (local_rank, local_size, device) in enumerate(
             zip(spec.local_ranks, spec.local_world_sizes, devices, strict=True)
@@ -129,6 +136,8 @@ def plan_launch(
         preload=preload,
         preload_explicit=spec.preload is not None,
         error_grace=spec.error_grace,
+        arena_limit=arena().size // 2 if spec.arena_limit is None else spec.arena_limit,
+        arena_timeout=spec.arena_timeout,
         label=spec.cls.__name__,
     )
 

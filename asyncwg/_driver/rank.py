@@ -66,13 +66,15 @@ class Rank:
         compute = make()
         self.lanes = (compute, make()) if has_async else (compute,)
 
-    def give_descriptors(self, record: BootRecord, stdout: int, stderr: int) -> tuple[int, ...]:
+    def give_descriptors(
+        self, record: BootRecord, stdout: int, stderr: int, arena: int
+    ) -> tuple[int, ...]:
         """Return what the process is born with, in the guardian's order; `release` closes our copies."""
         boot = os.memfd_create("asyncwg-boot", os.MFD_CLOEXEC)
         os.write(boot, json.dumps(record).encode())
         control, compute, *lane = (sock.fileno() for sock in self._theirs)
         self._given = (boot, stdout, stderr)
-        return (boot, control, compute, stdout, stderr, *lane)
+        return (boot, control, compute, stdout, stderr, arena, *lane)
 
     def release(self) -> None:
         """Close our copies of the child's ends: only then does its death end the stream."""

@@ -15,6 +15,26 @@ IOV_MAX: Final = 1024
 """Pieces that one ``sendmsg`` takes (Linux)."""
 
 
+class Slot:
+    """A place in a channel's order for a frame that is not there yet; what is sent later waits behind it."""
+
+    __slots__ = ("_channel", "pieces")
+
+    def __init__(self, channel: SocketChannel) -> None:
+        self._channel = channel
+        self.pieces: Sequence[Buffer] | None = None
+        """The frame when it is there; () where it never comes."""
+
+    def fill(self, pieces: Sequence[Buffer]) -> None:
+        """Put the frame there. Its pieces must not change until they are sent."""
+        self.pieces = pieces
+        self._channel.filled()
+
+    def cancel(self) -> None:
+        """Give the place up."""
+        self.fill(())
+
+
 class SocketChannel:
     """`Channel` over a connected, non-blocking stream socket, which it owns."""
 
@@ -34,7 +54,8 @@ class SocketChannel:
         self._deliver = deliver
         self._closed = closed
         self._assembler = Assembler()
-        self._unsent: collections.deque[memoryview] = collections.deque()
+        self._unsent: collections.deque[memoryview | Slot] = collections.deque()
+        self._writing = False
         self._backlog = 0
         self._open = True
         loop.add_reader(self._fd, self._readable)
@@ -63,6 +84,17 @@ class SocketChannel:
         if sent < size_of(pieces):
             self._keep(pieces, sent)
 
+    def reserve(self) -> Slot:
+        """Take the next place in the order, for a frame that comes later."""
+        slot = Slot(self)
+        self._unsent.append(slot)
+        return slot
+
+    def filled(self) -> None:
+        """Send on: a slot has its frame. For `Slot`."""
+        if self._open:
+            self._writable()
+
     def drain(self) -> None:
         """Deliver everything that has arrived, now: the other side has ended."""
         while self._open and self._readable():
@@ -74,17 +106,14 @@ class SocketChannel:
             return
         self._open = False
         self._loop.remove_reader(self._fd)
-        if self._unsent:
-            self._loop.remove_writer(self._fd)
-            self._unsent.clear()
-            self._backlog = 0
+        self._want_to_write(False)
+        self._unsent.clear()
+        self._backlog = 0
         self._sock.close()
 
     def _keep(self, pieces: Sequence[Buffer], sent: int) -> None:
         if not self._open:
             return
-        if not self._unsent:
-            self._loop.add_writer(self._fd, self._writable)
         for piece in pieces:
             if sent >= len(piece):
                 sent -= len(piece)
@@ -93,28 +122,59 @@ class SocketChannel:
             sent = 0
             self._unsent.append(rest if isinstance(piece, bytes) else memoryview(bytes(rest)))
             self._backlog += len(rest)
+        if not isinstance(self._unsent[0], Slot):
+            self._want_to_write(True)
 
     def _writable(self) -> None:
+        """Send what can go; stop at a full socket, or at a slot without its frame."""
         try:
-            while self._unsent:
-                batch = [self._unsent[i] for i in range(min(len(self._unsent), IOV_MAX))]
+            while batch := self._sendable():
                 sent = self._sock.sendmsg(batch)
                 self._backlog -= sent
                 while sent:
                     head = self._unsent[0]
+                    assert not isinstance(head, Slot)
                     if sent < len(head):
                         self._unsent[0] = head[sent:]
                         break
                     sent -= len(head)
                     self._unsent.popleft()
-                while self._unsent and not len(self._unsent[0]):
-                    self._unsent.popleft()
         except (BlockingIOError, InterruptedError):
+            self._want_to_write(True)
             return
         except OSError:
             self._unsent.clear()  # the reader hears of it, and tells
             self._backlog = 0
-        self._loop.remove_writer(self._fd)
+        self._want_to_write(False)
+
+    def _sendable(self) -> list[memoryview]:
+        batch: list[memoryview] = []
+        while self._unsent:
+            head = self._unsent[0]
+            if isinstance(head, Slot):
+                if head.pieces is None:
+                    return batch
+                self._unsent.popleft()
+                for piece in reversed(head.pieces):
+                    self._unsent.appendleft(memoryview(piece))
+                    self._backlog += len(piece)
+            elif not len(head):
+                self._unsent.popleft()
+            else:
+                break
+        for each in self._unsent:
+            if isinstance(each, Slot) or len(batch) == IOV_MAX:
+                break
+            batch.append(each)
+        return batch
+
+    def _want_to_write(self, wanted: bool) -> None:
+        if wanted is not self._writing:
+            self._writing = wanted
+            if wanted:
+                self._loop.add_writer(self._fd, self._writable)
+            else:
+                self._loop.remove_writer(self._fd)
 
     def _readable(self) -> bool:
         try:

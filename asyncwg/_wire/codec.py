@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from asyncwg._wire import values
 from asyncwg._wire.frames import Buffer
+from asyncwg._wire.sources import Source, Strided, inline, size_of
 
 IN_BAND: Final = 2048
 """Bytes. A smaller buffer costs less copied into the stream than as an entry of its own."""
@@ -32,12 +33,12 @@ class Encoded(NamedTuple):
     """One value as bytes: a pickle stream and the buffers it refers to."""
 
     stream: bytes
-    buffers: list[Buffer]
+    buffers: list[Source]
 
     @property
     def size(self) -> int:
         """Bytes in all."""
-        return len(self.stream) + sum(len(buffer) for buffer in self.buffers)
+        return len(self.stream) + sum(size_of(buffer) for buffer in self.buffers)
 
 
 def _default_reduce(value: Any) -> Any:
@@ -161,13 +162,16 @@ def encode(value: Any) -> Encoded:
     Raises:
         Exception: whatever pickling raises; nothing has been sent.
     """
-    buffers: list[Buffer] = []
+    buffers: list[Source] = []
 
     def out_of_band(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if len(raw) < IN_BAND:
+        if isinstance(raw.obj, Strided):
+            buffers.append(raw.obj)
+        elif len(raw) < IN_BAND:
             return True
-        buffers.append(raw)
+        else:
+            buffers.append(raw)
         return False
 
     file = io.BytesIO()
@@ -198,14 +202,14 @@ def encode_with_calls(value: Any) -> tuple[Encoded, list[Any]]:
     finally:
         placeholders.calls = None
     # A second pass, for cloudpickle, meets the same calls again: the marks of the last pass count.
-    return Encoded(stream, [bytearray(buffer) for buffer in buffers]), calls
+    return Encoded(stream, [bytearray(buffer) for buffer in inline(buffers)]), calls
 
 
 def decode_with_values(encoded: Encoded, values: Sequence[Any]) -> Any:
     """Decode what ``encode_with_calls`` gave, with ``values`` in the places of its calls."""
     placeholders.values = values
     try:
-        return decode(*encoded)
+        return decode(encoded.stream, inline(encoded.buffers))
     finally:
         placeholders.values = ()
 
@@ -220,7 +224,7 @@ def decode(stream: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
 
 
 def explain_failure(value: Any, name: str) -> str:
-    """Find the innermost part of ``value`` that can't be pickled and say where it is.
+    """Find the innermost part of ``value`` that can't be pickled and say where it is. Never raises.
 
     Args:
         value: what `encode` failed on.
@@ -230,10 +234,14 @@ def explain_failure(value: Any, name: str) -> str:
     seen: set[int] = set()
     while id(culprit) not in seen:
         seen.add(id(culprit))
-        for label, part in _parts(culprit):
+        try:
+            parts = _parts(culprit)
+        except BaseException:  # noqa: BLE001  # a user's __repr__ or __getattr__: this is near enough
+            break
+        for label, part in parts:
             try:
                 encode(part)
-            except Exception:  # noqa: BLE001  # this is the part we look for
+            except BaseException:  # noqa: BLE001  # this is the part we look for
                 path, culprit = f"{path}{label}", part
                 break
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from asyncwg._wire import codec
 from asyncwg._wire.frames import Buffer
+from asyncwg._wire.sources import inline
 from asyncwg.errors import WorkerError
 
 _DEPTH: Final = 10
@@ -59,9 +60,9 @@ def capture(error: BaseException, *, skip_frames: int = 0, _depth: int = 0) -> F
             context = capture(error.__context__, _depth=_depth + 1)
     return Failure(
         name.removeprefix("__main__."),
-        _text(error),
+        text_of(error),
         _format(error, tb) if _depth == 0 else "",
-        tuple(str(note) for note in getattr(error, "__notes__", ())),
+        _notes_of(error),
         None if _is_confusing(error) else _survivor(error),
         cause,
         context,
@@ -77,20 +78,17 @@ def restore(failure: Failure, *, rank: int, where: str) -> Exception:
         rank: set as ``.rank``.
         where: ``Trainer.step, rank 1, call 7`` or the like, for the note.
     """
-    error = _rebuild(failure)
-    if isinstance(error, WorkerError):
-        error.args = (failure.type_name, failure.text, failure.traceback, rank)
-        error.remote_traceback = failure.traceback
+    error = _rebuild(failure, rank)
     try:
-        error.rank = rank  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001, S110  # a class may refuse attributes; its note has the rank
+        _set(error, "rank", rank)
+    except Exception:  # noqa: BLE001, S110  # it is a property of the class; the note has it too
         pass
     for link, record in (("__cause__", failure.cause), ("__context__", failure.context)):
         if record is not None:
-            setattr(error, link, _rebuild_chain(record))
-    error.__suppress_context__ = failure.suppress_context
-    _set_notes(error, failure.notes)
-    error.add_note(f"Raised in {where}:\n{failure.traceback.rstrip()}")
+            _set(error, link, _rebuild_chain(record, rank))
+    _set(error, "__suppress_context__", failure.suppress_context)
+    note = f"Raised in {where}:\n{failure.traceback.rstrip()}"
+    _set(error, "__notes__", [*failure.notes, note])
     return error
 
 
@@ -98,33 +96,41 @@ def _is_confusing(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(error, _CONFUSING)
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``, or what it raised. Never raises."""
     try:
         return str(error)
-    except Exception as bad:  # noqa: BLE001  # a user's __str__ may do anything
+    except BaseException as bad:  # noqa: BLE001  # a user's __str__ may do anything
         return f"<its __str__ raised {type(bad).__name__}>"
+
+
+def _notes_of(error: BaseException) -> tuple[str, ...]:
+    try:
+        return tuple(str(note) for note in getattr(error, "__notes__", ()))
+    except BaseException as bad:  # noqa: BLE001  # they may be anything, until they are printed
+        return (f"<its __notes__ raised {type(bad).__name__}>",)
 
 
 def _format(error: BaseException, tb: Any) -> str:
     try:
         return "".join(traceback.format_exception(type(error), error, tb))
-    except Exception as bad:  # noqa: BLE001  # formatting calls the user's __str__ and __repr__
+    except BaseException as bad:  # noqa: BLE001  # formatting calls the user's __str__ and __repr__
         lines = "".join(traceback.format_tb(tb))
         return f"{lines}{type(error).__qualname__}: <formatting it raised {type(bad).__name__}>\n"
 
 
 def _survivor(error: BaseException) -> bytes | None:
     """Return bytes from which the same exception comes back, or None."""
-    for form in (error, _Bare.of(error)):
+    for form in (lambda: error, lambda: _Bare.of(error)):
         try:
-            encoded = codec.encode(form)
-            parts: list[Buffer] = [bytes(buffer) for buffer in encoded.buffers]
+            encoded = codec.encode(form())
+            parts: list[Buffer] = [bytes(buffer) for buffer in inline(encoded.buffers)]
             copy = codec.decode(encoded.stream, [bytearray(part) for part in parts])
             if isinstance(copy, _Bare):
                 copy = copy.build()
-            if type(copy) is type(error) and _text(copy) == _text(error):
+            if type(copy) is type(error) and text_of(copy) == text_of(error):
                 return codec.encode((encoded.stream, parts)).stream
-        except (Exception, SystemExit, KeyboardInterrupt):  # noqa: BLE001  # a user's reducers may do anything
+        except BaseException:  # noqa: BLE001  # a user's reducers may do anything
             continue
     return None
 
@@ -142,12 +148,12 @@ class _Bare(NamedTuple):
 
     def build(self) -> BaseException:
         error = self.cls.__new__(self.cls, *self.arguments)
-        error.args = self.arguments
+        _set(error, "args", self.arguments)
         error.__dict__.update(self.state)
         return error
 
 
-def _rebuild(failure: Failure) -> Exception:
+def _rebuild(failure: Failure, rank: int) -> Exception:
     if failure.pickled is not None:
         try:
             stream, parts = codec.decode(failure.pickled)
@@ -156,23 +162,24 @@ def _rebuild(failure: Failure) -> Exception:
                 error = error.build()
             if isinstance(error, Exception):
                 return error
-        except (Exception, SystemExit, KeyboardInterrupt):  # noqa: BLE001, S110  # told as text instead
+        except BaseException:  # noqa: BLE001, S110  # told as text instead
             pass
-    return WorkerError(failure.type_name, failure.text)
+    return WorkerError(failure.type_name, failure.text, failure.traceback, rank)
 
 
-def _rebuild_chain(failure: Failure) -> Exception:
-    error = _rebuild(failure)
+def _rebuild_chain(failure: Failure, rank: int) -> Exception:
+    error = _rebuild(failure, rank)
     if failure.cause is not None:
-        error.__cause__ = _rebuild_chain(failure.cause)
+        _set(error, "__cause__", _rebuild_chain(failure.cause, rank))
     if failure.context is not None:
-        error.__context__ = _rebuild_chain(failure.context)
-    error.__suppress_context__ = failure.suppress_context
-    _set_notes(error, failure.notes)
+        _set(error, "__context__", _rebuild_chain(failure.context, rank))
+    _set(error, "__suppress_context__", failure.suppress_context)
+    # Notes travel in the pickle of some exceptions and not of others: set them from the record.
+    if failure.notes:
+        _set(error, "__notes__", list(failure.notes))
     return error
 
 
-def _set_notes(error: BaseException, notes: tuple[str, ...]) -> None:
-    # Notes travel in the pickle of some exceptions and not of others: set them from the record.
-    if list(getattr(error, "__notes__", ())) != list(notes):
-        error.__notes__ = list(notes)
+def _set(error: BaseException, name: str, value: object) -> None:
+    """Set an attribute past a ``__setattr__`` of the class, such as a frozen dataclass's."""
+    BaseException.__setattr__(error, name, value)

@@ -6,7 +6,11 @@ stream, and the out-of-band buffers of that stream, each starting at a multiple 
     | body size u64 | call id u64 | kind u8 | flags u8 | aux u16 | buffers u32 |
     | sizes: buffers x u64 | stream | padding | buffer 0 | padding | buffer 1 | ...
 
-Sizes are 64-bit, so one message may be larger than 4 GiB.
+With the flag `ARENA` the buffers stand in a block of the arena instead, and the body is::
+
+    | block offset u64 | block size u64 | buffers x (size u64, place u64) | stream
+
+where a place is counted from the block's start. Sizes are 64-bit, so one message may be larger than 4 GiB.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import enum
 import mmap
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from asyncwg.errors import InternalError
 
@@ -61,6 +65,14 @@ class Kind(enum.IntEnum):
     DROP = 16
     RESUME = 17
     CANCEL = 18
+    OFFER = 19
+    """Worker: a large result is ready; where is it to stand? The stream holds the sizes of its buffers."""
+    GRANT = 20
+    """Driver, on the control lane: there; or nowhere, and why."""
+    RELEASE = 21
+    """Worker: pairs of a block's offset and how often it was received, now let go."""
+    OWN = 22
+    """Driver, on the control lane: make these blocks your own and let go of them."""
 
 
 KINDS: Final = frozenset(int(kind) for kind in Kind)
@@ -69,6 +81,10 @@ NONE: Final = 1
 """Flag of a RESULT: the value is None and the body is empty. Of a CALL: no arguments."""
 EXTRAS: Final = 2
 """Flag of a CALL: the stream holds ``(args, kwargs, extras)``, else ``(args, kwargs)``."""
+
+ARENA: Final = 4
+"""Flag of a CALL, RUN or RESULT: its buffers stand in the arena."""
+_PAIR: Final = struct.Struct("<QQ")
 
 Deliver = Callable[[int, int, int, int, int, memoryview], None]
 """Takes ``(call_id, kind, flags, aux, n_buffers, body)``. The body is valid until it returns,
@@ -108,6 +124,48 @@ def pack(
         offset = start + size
     pieces[0] = HEADER.pack(offset, call_id, kind, flags, aux, len(sizes)) + table
     return pieces
+
+
+class Placed(NamedTuple):
+    """Where in the arena the buffers of a frame stand."""
+
+    offset: int
+    """Of the block in the arena."""
+    size: int
+    """Of the block."""
+    sizes: Sequence[int]
+    """Of the buffers."""
+    places: Sequence[int]
+    """Of the buffers, from the block's start."""
+
+
+def pack_placed(
+    kind: int, call_id: int, stream: Buffer, placed: Placed, *, flags: int = 0, aux: int = 0
+) -> list[Buffer]:
+    """Return the pieces of a frame whose buffers stand in the arena."""
+    numbers = [number for pair in zip(placed.sizes, placed.places, strict=True) for number in pair]
+    count = len(placed.sizes)
+    table = struct.pack(f"<{2 + 2 * count}Q", placed.offset, placed.size, *numbers)
+    size = len(table) + len(stream)
+    header = HEADER.pack(size, call_id, kind, flags | ARENA, aux, count)
+    return [header + table, stream]
+
+
+def unpack_placed(body: memoryview, n_buffers: int) -> tuple[memoryview, Placed]:
+    """Cut the body of a frame with the flag `ARENA` into its stream and where its buffers stand.
+
+    Raises:
+        FrameError: a buffer lies outside of the block.
+    """
+    start = _PAIR.size * (1 + n_buffers)
+    if start > len(body):
+        raise FrameError(f"a table of {n_buffers} buffers does not fit a body of {len(body)} bytes")
+    offset, size = _PAIR.unpack_from(body)
+    numbers = struct.unpack_from(f"<{2 * n_buffers}Q", body, _PAIR.size)
+    placed = Placed(offset, size, numbers[::2], numbers[1::2])
+    if any(p + s > size for s, p in zip(placed.sizes, placed.places, strict=True)):
+        raise FrameError("a buffer reaches out of its block")
+    return body[start:], placed
 
 
 def size_of(pieces: Sequence[Buffer]) -> int:

@@ -30,6 +30,7 @@ class BootRecord(TypedDict):
     threads: int | None
     """Threads for torch, or None where the user has set the number."""
     preload: list[str]
+    arena_size: int
 
 
 class Descriptors(TypedDict):
@@ -40,6 +41,7 @@ class Descriptors(TypedDict):
     compute: int
     stdout: int
     stderr: int
+    arena: int
     lane: int | None
     """The async lane's, if there is one."""
 

@@ -11,9 +11,14 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+from asyncwg._wire.sources import Strided
 
 Reducer = Callable[[Any], Any]
+
+STRIDED_FROM: Final = 64 * 1024
+"""Bytes. A smaller tensor that is not contiguous is made so: that costs less than the bookkeeping."""
 
 
 def reducer_for(cls: type) -> Reducer | None:
@@ -40,6 +45,8 @@ def reducer_for(cls: type) -> Reducer | None:
 
 
 def _reduce_array(array: Any) -> Any:
+    if array.nbytes >= STRIDED_FROM and not (array.flags.forc or array.dtype.hasobject):
+        return _array, (array.dtype, array.shape, pickle.PickleBuffer(Strided.of(array)))
     # A read-only array would arrive read-only: its copy does not. Whoever receives it owns it.
     writable = array if array.flags.writeable else array.copy()
     return writable.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -112,7 +119,10 @@ def _reduce_slowly(tensor: Any) -> Any:
             return _odd_tensor, flat.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     shape = tuple(flat.shape)
     name = str(flat.dtype).removeprefix("torch.")
-    flat = flat.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat.resolve_conj().resolve_neg()
+    if flat.nbytes >= STRIDED_FROM and not flat.is_contiguous():
+        return _raw_tensor, (name, shape, pickle.PickleBuffer(Strided.of(flat)))
+    flat = flat.contiguous().reshape(-1)
     if not flat.numel():
         return _empty_tensor, (name, shape)
     # A single element counts as contiguous whatever its stride, and has no view as bytes then.
@@ -143,6 +153,13 @@ def _raw_tensor(name: str, shape: tuple[int, ...], buffer: Any) -> Any:
         _learn_dtypes()
     torch = sys.modules["torch"]
     return torch.frombuffer(buffer, dtype=torch.uint8).view(_dtypes[name]).reshape(shape)
+
+
+def _array(dtype: Any, shape: tuple[int, ...], buffer: Any) -> Any:
+    import numpy as np  # import here: only a process that gets an array loads it
+
+    flat: Any = np.frombuffer(buffer, dtype=dtype)
+    return flat.reshape(shape)
 
 
 def _odd_tensor(maker: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -164,13 +164,14 @@ class Guardian:
         return None
 
     def _start(self, session: _Session, request: dict[str, Any], fds: list[int]) -> Newborn | None:
-        boot, control, compute, stdout, stderr, *lane = fds
+        boot, control, compute, stdout, stderr, arena, *lane = fds
         descriptors = Descriptors(
             boot=boot,
             control=control,
             compute=compute,
             stdout=stdout,
             stderr=stderr,
+            arena=arena,
             lane=lane[0] if lane else None,
         )
         if request["fresh"]:
@@ -199,7 +200,7 @@ class Guardian:
         # Out of the way first: a target may be the number of another source.
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         sources = [null, given["stdout"], given["stderr"]]
-        sources += [given["boot"], given["control"], given["compute"]]
+        sources += [given["boot"], given["control"], given["compute"], given["arena"]]
         if given["lane"] is not None:
             sources.append(given["lane"])
         high = [fcntl_dup(fd) for fd in sources]
@@ -295,9 +296,9 @@ def _become_child(descriptors: Descriptors) -> None:
     os.dup2(null, 0)
     os.dup2(descriptors["stdout"], 1)
     os.dup2(descriptors["stderr"], 2)
-    lanes = {descriptors["boot"], descriptors["control"], descriptors["compute"]}
-    lane = descriptors["lane"]
-    linux.close_all_but({0, 1, 2, *lanes} | (set() if lane is None else {lane}))
+    given = descriptors
+    keep = {0, 1, 2, given["boot"], given["control"], given["compute"], given["arena"]}
+    linux.close_all_but(keep | (set() if given["lane"] is None else {given["lane"]}))
 
 
 def fresh_worker(argument: str) -> None:
@@ -305,11 +306,17 @@ def fresh_worker(argument: str) -> None:
     from asyncwg._worker.main import main
 
     told = json.loads(argument)
-    lane = LANES_AT + 3 if told["lane"] else None
-    for fd in range(LANES_AT, LANES_AT + 3 + bool(told["lane"])):
+    boot, control, compute, arena, lane = range(LANES_AT, LANES_AT + 5)
+    for fd in range(LANES_AT, lane + bool(told["lane"])):
         os.set_inheritable(fd, False)
     descriptors = Descriptors(
-        boot=LANES_AT, control=LANES_AT + 1, compute=LANES_AT + 2, stdout=1, stderr=2, lane=lane
+        boot=boot,
+        control=control,
+        compute=compute,
+        stdout=1,
+        stderr=2,
+        arena=arena,
+        lane=lane if told["lane"] else None,
     )
     main(descriptors, told["guardian"])
 

@@ -13,6 +13,8 @@ import asyncio
 import collections
 import inspect
 import os
+import queue
+import select
 import signal
 import socket
 import threading
@@ -22,7 +24,10 @@ from typing import Any
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._transport.blocking import BlockingChannel
 from asyncwg._wire.frames import Buffer, Kind, pack
+from asyncwg._wire.shipment import Shipment
+from asyncwg._wire.sources import version_of
 from asyncwg._worker import context
+from asyncwg._worker.blocks import Blocks, Grant
 from asyncwg._worker.context import CurrentCall
 from asyncwg._worker.gate import Gate
 from asyncwg._worker.service import Request, Service
@@ -36,6 +41,7 @@ class ComputeLane:
         self.gate = Gate()
         self.stopping = False
         self._service: Service | None = None
+        self._blocks: Blocks | None = None
         self._stop_id: int | None = None
 
     def wait_for(self, kind: Kind) -> tuple[memoryview, int, int]:
@@ -56,6 +62,7 @@ class ComputeLane:
     def serve(self, service: Service) -> int:
         """Run calls until STOP, and return its call id."""
         self._service = service
+        self._blocks = service.blocks
         while self._stop_id is None:
             if not self.channel.read(self._deliver):
                 raise SystemExit(0)
@@ -67,7 +74,15 @@ class ComputeLane:
         if kind == Kind.STOP:
             self._stop_id = call_id
         elif not self.stopping and self._stop_id is None:
+            blocks = self._blocks
+            assert blocks is not None
+            blocks.answering(yes=True)
             reply = self._run(call_id, kind, flags, aux, n_buffers, body)
+            blocks.answering(yes=False)
+            # Here the arguments are gone: what they stood in is told with the answer.
+            gone = blocks.let_go()
+            if gone is not None:
+                reply = [*gone, *reply] if reply is not None else gone
             if reply is not None:
                 self.channel.send(reply)
 
@@ -101,7 +116,16 @@ class ComputeLane:
         meshes = service.meshes()
         if meshes is not None:
             self.channel.send(meshes)
-        return reply
+        return self._place(service, call_id, reply) if isinstance(reply, Shipment) else reply
+
+    def _place(self, service: Service, call_id: int, large: Shipment) -> list[Buffer]:
+        """Wait for a place for a large result and write it there, before anything can change it."""
+        answer: queue.SimpleQueue[Grant] = queue.SimpleQueue()
+        self.channel.send(service.blocks.offer(call_id, large, answer.put, 0))
+        try:
+            return service.blocks.place(call_id, large, answer.get())
+        except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
+            return service.failure(call_id, error)
 
 
 class AsyncLane:
@@ -199,7 +223,26 @@ class AsyncLane:
         meshes = service.meshes()
         if meshes is not None:
             self._send(meshes)
-        return reply
+        return await self._place(service, call.id, reply) if isinstance(reply, Shipment) else reply
+
+    async def _place(self, service: Service, call_id: int, large: Shipment) -> list[Buffer]:
+        """Wait for a place for a large result and write it there."""
+        granted: asyncio.Future[Grant] = self._loop.create_future()
+
+        def answer(grant: Grant) -> None:
+            self._loop.call_soon_threadsafe(_set_once, granted, grant)
+
+        # Others run while the answer is awaited: what they may change unseen is copied now (O-7).
+        steady = large.steady()
+        versions = [version_of(source) for source in steady.sources]
+        self._send(service.blocks.offer(call_id, steady, answer, 1))
+        try:
+            frame = service.blocks.place(call_id, steady, await granted)
+            if [version_of(source) for source in steady.sources] != versions:
+                raise RuntimeError("a result was written to before it had been sent")
+        except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
+            return service.failure(call_id, error)
+        return frame
 
     async def _bounded(self, request: Request) -> Any:
         remaining = request.call.remaining
@@ -227,9 +270,11 @@ class AsyncLane:
 class ControlLane:
     """Answers the controller while methods run."""
 
-    def __init__(self, sock: socket.socket, compute: ComputeLane) -> None:
+    def __init__(self, sock: socket.socket, compute: ComputeLane, blocks: Blocks) -> None:
+        self._sock = sock
         self._channel = BlockingChannel(sock)
         self._compute = compute
+        self._blocks = blocks
         self._async: AsyncLane | None = None
         self.exit_asked = threading.Event()
         self._thread = threading.Thread(target=self._main, name="asyncwg-control", daemon=True)
@@ -240,15 +285,28 @@ class ControlLane:
         self._async = lane
 
     def _main(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._blocks.woken, select.POLLIN)
         try:
-            while self._channel.read(self._deliver):
-                pass
+            while True:
+                for fd, _ in poll.poll():
+                    if fd == self._blocks.woken:
+                        os.eventfd_read(fd)
+                        self._tell_released()
+                    elif not self._channel.read(self._deliver):
+                        return
         finally:
             # The controller is gone, or what it sends makes no sense: nobody is left to work for.
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _tell_released(self) -> None:
+        gone = self._blocks.let_go()
+        if gone is not None:
+            self._channel.send(gone)
+
     def _deliver(
-        self, call_id: int, kind: int, _flags: int, aux: int, _n_buffers: int, _body: memoryview
+        self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
     ) -> None:
         gate = self._gate(aux)
         if kind == Kind.HOLD:
@@ -262,6 +320,11 @@ class ControlLane:
             call: CurrentCall | None = gate.cancel(call_id)
             if call is not None and aux and self._async is not None:
                 self._async.cancel(call_id)
+        elif kind == Kind.GRANT:
+            self._blocks.granted(call_id, flags, n_buffers, body)
+        elif kind == Kind.OWN:
+            self._blocks.own(memoryview(bytes(body)).cast("Q").tolist())
+            self._tell_released()
         elif kind == Kind.PING:
             self._channel.send(pack(Kind.PONG, call_id))
         elif kind == Kind.STOP:
@@ -271,6 +334,11 @@ class ControlLane:
 
     def _gate(self, aux: int) -> Gate:
         return self._async.gate if aux and self._async is not None else self._compute.gate
+
+
+def _set_once(future: asyncio.Future[Grant], grant: Grant) -> None:
+    if not future.done():
+        future.set_result(grant)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -16,6 +16,7 @@ from asyncwg import distributed
 from asyncwg._wire import codec
 from asyncwg._wire.frames import Kind, pack, unpack
 from asyncwg._wire.launch import Descriptors
+from asyncwg._worker.blocks import Blocks
 from asyncwg._worker.boot import prepare, read_record
 from asyncwg._worker.lanes import AsyncLane, ComputeLane, ControlLane
 from asyncwg._worker.service import Service, UnreadableError
@@ -24,15 +25,17 @@ from asyncwg._worker.service import Service, UnreadableError
 def main(descriptors: Descriptors, guardian: int) -> NoReturn:
     """Run a worker until the controller stops it. Called in the main thread of a fresh process."""
     linux.die_with_parent(guardian)
+    record = read_record(descriptors["boot"])
+    blocks = Blocks(descriptors["arena"], record["arena_size"])
     compute = ComputeLane(socket.socket(fileno=descriptors["compute"]))
-    control = ControlLane(socket.socket(fileno=descriptors["control"]), compute)
-    prepare(read_record(descriptors["boot"]))
+    control = ControlLane(socket.socket(fileno=descriptors["control"]), compute, blocks)
+    prepare(record)
     distributed.install_rendezvous()
-    code = _serve(compute, control, descriptors["lane"])
+    code = _serve(compute, control, blocks, descriptors["lane"])
     _finish(code)
 
 
-def _serve(compute: ComputeLane, control: ControlLane, lane_fd: int | None) -> int:
+def _serve(compute: ComputeLane, control: ControlLane, blocks: Blocks, lane_fd: int | None) -> int:
     body, n_buffers, init_id = compute.wait_for(Kind.INIT)
     lane: AsyncLane | None = None
     try:
@@ -42,10 +45,10 @@ def _serve(compute: ComputeLane, control: ControlLane, lane_fd: int | None) -> i
         worker = cls(*args, **kwargs)
         _call_hook(worker, "setup", lane)
     except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
-        compute.channel.send(Service(None, ()).failure(init_id, error, skip_frames=1))
+        compute.channel.send(Service(None, (), blocks).failure(init_id, error, skip_frames=1))
         control.exit_asked.wait()
         return 1
-    service = Service(worker, names)
+    service = Service(worker, names, blocks)
     if lane is not None:
         control.attach(lane)
         lane.serve(service)

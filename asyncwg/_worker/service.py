@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, Buffer, Kind, pack, unpack
+from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, Buffer, Kind, pack
+from asyncwg._wire.shipment import Shipment, shipment
+from asyncwg._wire.sources import inline
+from asyncwg._worker.blocks import Blocks
 from asyncwg._worker.context import CurrentCall
 from asyncwg.errors import AsyncwgError
 
@@ -27,8 +30,9 @@ class Request(NamedTuple):
 class Service:
     """The user's object and the numbers of its methods."""
 
-    def __init__(self, worker: Any, names: Sequence[str]) -> None:
+    def __init__(self, worker: Any, names: Sequence[str], blocks: Blocks) -> None:
         self.worker = worker
+        self.blocks = blocks
         self._names = names
         self._label = type(worker).__name__
         self._labels = [f"{self._label}.{name}" for name in names]
@@ -48,7 +52,7 @@ class Service:
         kwargs: dict[str, Any] = {}
         value: Any = None
         if not flags & NONE:
-            stream, buffers = unpack(body, n_buffers)
+            stream, buffers = self.blocks.unpack(body, n_buffers, flags)
             try:
                 value = codec.decode(stream, buffers)
             except BaseException as error:
@@ -78,8 +82,8 @@ class Service:
             call = CurrentCall(call_id, label)
         return Request(call, function, args, kwargs)
 
-    def result(self, call_id: int, value: Any) -> list[Buffer]:
-        """Encode what a method returned.
+    def result(self, call_id: int, value: Any) -> list[Buffer] | Shipment:
+        """Encode what a method returned: as a frame, or as what has to be offered first.
 
         Raises:
             Exception: it can't be pickled.
@@ -87,7 +91,10 @@ class Service:
         if value is None:
             return pack(Kind.RESULT, call_id, flags=NONE)
         encoded = codec.encode(value)
-        return pack(Kind.RESULT, call_id, encoded.stream, encoded.buffers)
+        large = shipment(encoded)
+        if large is not None:
+            return large
+        return pack(Kind.RESULT, call_id, encoded.stream, inline(encoded.buffers))
 
     def failure(self, call_id: int, error: BaseException, *, skip_frames: int = 0) -> list[Buffer]:
         """Encode what a method raised. Never raises."""

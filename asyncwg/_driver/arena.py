@@ -1,0 +1,217 @@
+"""The arena's books: which block is whose. One arena per controller process, for all its groups.
+
+A block is held by whom it was sent or granted to, so many times as it was sent; when nobody holds it, its
+place is free. Free places keep their memory for the next block, since memory that was touched before is
+five times as fast to fill, and give it back when the arena has been idle for `IDLE_AFTER`.
+
+- B-1 No two blocks overlap.
+- B-2 A place is given out again only when every holder has let go, or is dead.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from asyncwg import _linux as linux
+from asyncwg import shards
+from asyncwg._wire.arena import GRANULE, Mapping
+from asyncwg._wire.joined import joined
+
+IDLE_AFTER: Final = 10.0
+"""Seconds without a block after which the memory of free places is given back."""
+
+Holder = tuple[str, int]
+"""A generation of a group, and a rank of it, or `TRANSIT`; `CONTROLLER` is the controller itself."""
+CONTROLLER: Final[Holder] = ("controller", -1)
+TRANSIT: Final = -1
+"""Stands for a rank while a block is filled or granted and nobody has it yet."""
+
+
+class Block:
+    """A place in the arena that somebody holds."""
+
+    __slots__ = ("holders", "offset", "owner", "size")
+
+    def __init__(self, offset: int, size: int, owner: str) -> None:
+        self.offset = offset
+        self.size = size
+        """Bytes, whole pages."""
+        self.owner = owner
+        """The generation it was allocated for, whose limit it counts against."""
+        self.holders: collections.Counter[Holder] = collections.Counter()
+
+
+class Arena:
+    """Allocates blocks. Any thread may use it."""
+
+    def __init__(self) -> None:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.size: Final = memory - memory % GRANULE
+        self.fd: Final = os.memfd_create("asyncwg-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.size)
+        self.mapping: Final = Mapping(self.fd, self.size, self._let_go)
+        # Re-entrant: a result may be collected, and so let go, in the middle of an allocation.
+        self._lock = threading.RLock()
+        self._blocks: dict[int, Block] = {}
+        self._starts: list[int] = [0]
+        self._free: dict[int, int] = {0: self.size}
+        self._touched = 0
+        """Bytes from the start that have memory behind them, or had."""
+        self._listeners: list[Callable[[], None]] = []
+
+    def in_use(self, owner: str | None = None) -> int:
+        """Return how many bytes are in blocks, of one owner or of all."""
+        with self._lock:
+            blocks = self._blocks.values()
+            return sum(block.size for block in blocks if owner in (None, block.owner))
+
+    def allocate(self, weight: int, owner: str) -> Block | None:
+        """Return a block of at least ``weight`` bytes, held by the owner's `TRANSIT`; None without room."""
+        size = round_up(weight)
+        with self._lock:
+            for index, start in enumerate(self._starts):  # noqa: B007  # used below
+                room = self._free[start]
+                if room >= size:
+                    break
+            else:
+                return None
+            end = start + size
+            if end > self._touched:
+                if end - self._touched > linux.available_memory():
+                    return None
+                self._touched = end
+            del self._starts[index], self._free[start]
+            if room > size:
+                self._starts.insert(index, end)
+                self._free[end] = room - size
+            block = Block(start, size, owner)
+            block.holders[(owner, TRANSIT)] = 1
+            self._blocks[start] = block
+            return block
+
+    def hold(self, block: Block, holder: Holder, count: int = 1) -> None:
+        """Write down that ``holder`` was sent the block."""
+        with self._lock:
+            block.holders[holder] += count
+
+    def release(self, offset: int, holder: Holder, count: int = 1) -> None:
+        """Take back what ``hold`` wrote; a block without holders is free."""
+        with self._lock:
+            block = self._blocks.get(offset)
+            if block is None or holder not in block.holders:
+                return
+            block.holders[holder] -= count
+            if block.holders[holder] <= 0:
+                del block.holders[holder]
+            if not block.holders:
+                self._free_block(block)
+        self._tell()
+
+    def move(self, offset: int, giver: Holder, taker: Holder) -> None:
+        """Pass one hold on, without a moment in which nobody holds the block."""
+        with self._lock:
+            block = self._blocks.get(offset)
+            if block is not None:
+                self.hold(block, taker)
+                self.release(offset, giver)
+
+    def release_all(self, holder: Holder) -> None:
+        """Take back everything that a dead process held."""
+        with self._lock:
+            held = [block.offset for block in self._blocks.values() if holder in block.holders]
+            for offset in held:
+                self._blocks[offset].holders[holder] = 0
+                self.release(offset, holder)
+
+    def held_by(self, holder: Holder) -> list[Block]:
+        """Return the blocks that ``holder`` has not let go."""
+        with self._lock:
+            return [block for block in self._blocks.values() if holder in block.holders]
+
+    @property
+    def room(self) -> int:
+        """How large a block could be, in bytes, with all others gone."""
+        return min(self.size, self._touched + linux.available_memory())
+
+    def fits(self, weight: int) -> bool:
+        """Whether a block of that size could ever be had."""
+        return round_up(weight) <= self._touched or round_up(weight) <= self.room
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called, in any thread, whenever a block has become free."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Undo `listen`."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def trim(self) -> None:
+        """Give the memory of free places back to the system."""
+        with self._lock:
+            for start, room in self._free.items():
+                end = min(start + room, self._touched)
+                if end > start:
+                    linux.punch_hole(self.fd, start, end - start)
+            last = max((block.offset + block.size for block in self._blocks.values()), default=0)
+            self._touched = last
+
+    def _free_block(self, block: Block) -> None:
+        start, room = block.offset, block.size
+        del self._blocks[start]
+        index = bisect.bisect(self._starts, start)
+        if index < len(self._starts) and self._starts[index] == start + room:
+            room += self._free.pop(self._starts.pop(index))
+        if index and self._starts[index - 1] + self._free[self._starts[index - 1]] == start:
+            self._free[self._starts[index - 1]] += room
+            return
+        self._starts.insert(index, start)
+        self._free[start] = room
+
+    def _let_go(self, offset: int, count: int) -> None:
+        self.release(offset, CONTROLLER, count)
+
+    def _tell(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+
+def round_up(weight: int) -> int:
+    """Return the size of the block for ``weight`` bytes: whole pages, in steps of an eighth.
+
+    Few sizes, because ctypes keeps a type for every length of an array.
+    """
+    step = max(GRANULE, 1 << max(0, weight.bit_length() - 4))
+    return max(step, -(-weight // step) * step)
+
+
+_arena: Arena | None = None
+_arena_lock = threading.Lock()
+
+
+def arena() -> Arena:
+    """Return this controller's arena, made now if there is none."""
+    global _arena  # one per process
+    with _arena_lock:
+        if _arena is None:
+            _arena = Arena()
+            find = _arena.mapping.find
+            shards.in_place_joiners[:] = [lambda parts: joined(parts, find)]
+        return _arena
+
+
+def _after_fork() -> None:
+    global _arena, _arena_lock
+    # The child sees its parent's blocks through mappings of its own, and gives none of them out.
+    _arena_lock = threading.Lock()
+    _arena = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

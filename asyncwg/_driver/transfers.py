@@ -1,0 +1,513 @@
+"""Large values on their way: arguments into the arena, results to where they are to stand.
+
+Arguments: a call takes its place in its lanes at once (`Slot`); when there is room, its buffers are copied,
+large ones in a thread; when they stand, the slots get their frames. Results: a rank offers one by the sizes
+of its buffers; it is granted a place, side by side with the other ranks' where they will be joined.
+
+- D-1 What a call sends is what its arguments were when it was made, or the call fails: a tensor's version
+  counter is compared after a copy that was made later, and what has no counter is copied at once (O-7).
+- D-2 Arguments wait for room when the group's blocks exceed ``limit``. Results don't: they wait only for
+  memory, or calls whose ranks wait to answer would keep the room they wait for.
+- D-3 Who waits is told after ``timeout``, with a `ResourceError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from asyncwg._driver.arena import CONTROLLER, TRANSIT, Block, arena
+from asyncwg._driver.calls import Calls, Pending, Region
+from asyncwg._driver.rank import Rank
+from asyncwg._transport.aio import Slot
+from asyncwg._wire import sources
+from asyncwg._wire.codec import Encoded
+from asyncwg._wire.frames import (
+    Buffer,
+    Kind,
+    Placed,
+    pack,
+    pack_placed,
+    unpack_placed,
+)
+from asyncwg._wire.shipment import Shipment, joined_places
+from asyncwg.errors import ResourceError, UsageError
+
+COPY_LATER_FROM: Final = 1 << 20
+"""Bytes. Copying more on the event loop would be felt: 1 MB takes about 0.1 ms when warm."""
+_SPLIT_FROM: Final = 8 << 20
+"""Bytes. A larger buffer is copied by two threads at once."""
+RELIEVE_AFTER: Final = 0.2
+"""Seconds that arguments wait for room before the holders are asked to make blocks their own."""
+
+_copiers = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="asyncwg-copy")
+
+
+class Load(NamedTuple):
+    """One payload of a call: its frame's head, and its value."""
+
+    kind: int
+    flags: int
+    aux: int
+    encoded: Encoded
+    large: Shipment | None
+
+
+class _Want(NamedTuple):
+    """Somebody who waits for room."""
+
+    weights: Sequence[int]
+    take: Callable[[list[Block]], None]
+    refuse: Callable[[Exception], None]
+    alarm: asyncio.TimerHandle
+    what: str
+    limited: bool
+
+
+class Transfers:
+    """The traffic of one generation with the arena. Belongs to the group's event loop.
+
+    Args:
+        loop: the group's.
+        ranks: all ranks, by number.
+        calls: the pending table.
+        session: the generation's name, for the arena's books.
+        limit: bytes of blocks beyond which arguments wait.
+        timeout: seconds until who waits gives up.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ranks: Sequence[Rank],
+        session: str,
+        limit: int,
+        timeout: float,
+    ) -> None:
+        self._loop = loop
+        self._ranks = ranks
+        self._session = session
+        self._limit = limit
+        self._timeout = timeout
+        self._arena = arena()
+        self._wants: collections.deque[_Want] = collections.deque()
+        self._listening = False
+        self._relief: asyncio.TimerHandle | None = None
+        self.closed = False
+
+    def receive(
+        self, rank: int, _flags: int, body: memoryview, n_buffers: int, wanted: bool
+    ) -> tuple[memoryview, list[memoryview]]:
+        """Take a result out of the arena: its stream and its buffers, which are the controller's own."""
+        stream, placed = unpack_placed(body, n_buffers)
+        if not wanted:
+            self._arena.release(placed.offset, (self._session, rank))
+            return stream, []
+        block = self._arena.mapping.receive(placed.offset, placed.size)
+        self._arena.move(placed.offset, (self._session, rank), CONTROLLER)
+        pairs = zip(placed.places, placed.sizes, strict=True)
+        buffers = [block[place : place + size] for place, size in pairs]
+        return (stream, buffers) if stream else (buffers.pop(), buffers)
+
+    def released(self, rank: int, body: memoryview) -> None:
+        """Take a rank's RELEASE."""
+        for offset, count in struct.iter_unpack("<QQ", body):
+            self._arena.release(offset, (self._session, rank), count)
+
+    def lost(self, rank: int) -> None:
+        """Take back what a dead rank held."""
+        self._arena.release_all((self._session, rank))
+
+    def close(self) -> None:
+        """Take back everything but what the controller's user holds."""
+        self.closed = True
+        for rank in (TRANSIT, *range(len(self._ranks))):
+            self.lost(rank)
+        while self._wants:
+            self._wants.popleft().alarm.cancel()
+        self._listen(False)
+        if not self._arena.in_use():
+            self._arena.trim()
+
+    def offered(self, rank: int, call_id: int, pending: Pending | None, body: memoryview) -> None:
+        """Take a rank's OFFER of a large result and grant it a place, now or when there is room."""
+        sizes = [number for (number,) in struct.iter_unpack("<Q", body)]
+        control = self._ranks[rank].control
+        if pending is None or pending.outcome is None:
+            control.send(pack(Kind.GRANT, call_id))
+            return
+        if rank in pending.joins:
+            position, ranks = pending.joins.index(rank), len(pending.joins)
+            if pending.region is not None and pending.region.sizes == sizes:
+                self._grant(
+                    rank,
+                    call_id,
+                    pending.region.block,
+                    sizes,
+                    joined_places(sizes, position, ranks)[0],
+                )
+                return
+            alone = pending.region is not None
+        else:
+            position, ranks, alone = 0, 1, True
+        if alone:
+            position, ranks = 0, 1
+        places, weight = joined_places(sizes, position, ranks)
+
+        def take(blocks: list[Block]) -> None:
+            block = blocks[0]
+            if not alone and pending.region is None:
+                self._make_region(pending, block, sizes)
+            self._grant(rank, call_id, block, sizes, places)
+            if alone:
+                self._arena.release(block.offset, (self._session, TRANSIT))
+
+        def refuse(error: Exception) -> None:
+            control.send(pack(Kind.GRANT, call_id, str(error).encode()))
+
+        self._want([weight], take, refuse, f"the result of {pending.label}", limited=False)
+
+    def _make_region(self, pending: Pending, block: Block, sizes: list[int]) -> None:
+        pending.region = Region(block, sizes)
+        key = (self._session, TRANSIT)
+        pending.cleanup = lambda: self._arena.release(block.offset, key)
+
+    def _grant(
+        self, rank: int, call_id: int, block: Block, sizes: list[int], places: list[int]
+    ) -> None:
+        self._arena.hold(block, (self._session, rank))
+        placed = Placed(block.offset, block.size, sizes, places)
+        self._ranks[rank].control.send(pack_placed(Kind.GRANT, call_id, b"", placed))
+
+    def ship(
+        self,
+        calls: Calls,
+        pending: Pending,
+        loads: Sequence[Load],
+        index: Sequence[int] | None,
+        *,
+        now: bool,
+    ) -> None:
+        """Send a call whose arguments go through the arena.
+
+        Args:
+            calls: the pending table.
+            pending: the call, registered.
+            loads: what is sent, each once.
+            index: by position, the number of its load; None when all get the first.
+            now: whether to copy everything before this returns.
+
+        Raises:
+            ResourceError: it can never fit. Nothing has been sent.
+        """
+        weights = [load.large.places[1] for load in loads if load.large is not None]
+        if sum(weights) > self._limit or not self._arena.fits(sum(weights)):
+            raise ResourceError(
+                f"{pending.label}: {_bytes(sum(weights))} of arguments can't fit the arena "
+                f"(arena_limit is {_bytes(self._limit)}, "
+                f"memory has room for {_bytes(self._arena.room)}): send less at a time"
+            )
+        _Departure(self, calls, pending, loads, index, now=now).begin(weights)
+
+    def want(
+        self,
+        weights: Sequence[int],
+        take: Callable[[list[Block]], None],
+        refuse: Callable[[Exception], None],
+        what: str,
+    ) -> bool:
+        """Get room for arguments: call ``take``, now (True) or later, or ``refuse`` after the timeout."""
+        return self._want(weights, take, refuse, what, limited=True)
+
+    def hold(self, block: Block, rank: int) -> None:
+        """Write down that a rank is sent a block."""
+        self._arena.hold(block, (self._session, rank))
+
+    def reserve(self, pending: Pending) -> list[Slot]:
+        """Take a call's place in the order of its lane, on every rank."""
+        return [self._ranks[rank].lanes[pending.lane].reserve() for rank in pending.ranks]
+
+    def copy(
+        self,
+        pieces: Sequence[tuple[sources.Source, memoryview]],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        """Copy in threads; ``done`` is called on the loop when all have ended, with the first error."""
+        left = len(pieces)
+        first: list[BaseException] = []
+
+        def one_done(error: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            if error is not None:
+                first.append(error)
+            if not left:
+                done(first[0] if first else None)
+
+        def tell(future: concurrent.futures.Future[None]) -> None:
+            try:
+                self._loop.call_soon_threadsafe(one_done, future.exception())
+            except RuntimeError:
+                pass  # the loop is closed, and its group with it
+
+        for source, place in pieces:
+            _copiers.submit(sources.copy, source, place).add_done_callback(tell)
+
+    def settle_transit(self, blocks: Sequence[Block]) -> None:
+        """Blocks have been filled and sent, or given up."""
+        for block in blocks:
+            self._arena.release(block.offset, (self._session, TRANSIT))
+
+    def writable(self, block: Block, place: int, size: int) -> memoryview:
+        """Return where a buffer of a block is to be written."""
+        return self._arena.mapping.writable(block.offset + place, size)
+
+    def _want(
+        self,
+        weights: Sequence[int],
+        take: Callable[[list[Block]], None],
+        refuse: Callable[[Exception], None],
+        what: str,
+        *,
+        limited: bool,
+    ) -> bool:
+        if not (limited and any(want.limited for want in self._wants)):
+            blocks = self._allocate(weights, limited=limited)
+            if blocks is not None:
+                take(blocks)
+                return True
+        want: _Want
+
+        def give_up() -> None:
+            self._wants.remove(want)
+            refuse(ResourceError(self._shortage(sum(weights), what)))
+
+        want = _Want(
+            weights, take, refuse, self._loop.call_later(self._timeout, give_up), what, limited
+        )
+        self._wants.append(want)
+        self._listen(True)
+        return False
+
+    def _allocate(self, weights: Sequence[int], *, limited: bool) -> list[Block] | None:
+        if limited and self._arena.in_use(self._session) + sum(weights) > self._limit:
+            return None
+        blocks: list[Block] = []
+        for weight in weights:
+            block = self._arena.allocate(weight, self._session)
+            if block is None:
+                self.settle_transit(blocks)
+                return None
+            blocks.append(block)
+        return blocks
+
+    def _listen(self, yes: bool) -> None:
+        if yes and not self._listening:
+            self._listening = True
+            self._arena.listen(self._room_from_any_thread)
+            self._relief = self._loop.call_later(RELIEVE_AFTER, self._relieve)
+        elif not yes and self._listening:
+            self._listening = False
+            self._arena.unlisten(self._room_from_any_thread)
+            if self._relief is not None:
+                self._relief.cancel()
+                self._relief = None
+
+    def _room_from_any_thread(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._room)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more
+
+    def _room(self) -> None:
+        # Results first: ranks that wait to answer hold their arguments.
+        for want in sorted(self._wants, key=lambda want: want.limited):
+            if want not in self._wants:
+                continue
+            blocks = self._allocate(want.weights, limited=want.limited)
+            if blocks is None:
+                if want.limited:
+                    break
+                continue
+            self._wants.remove(want)
+            want.alarm.cancel()
+            want.take(blocks)
+        if not self._wants:
+            self._listen(False)
+
+    def _relieve(self) -> None:
+        """Ask whoever keeps blocks for long to make them their own."""
+        for rank in self._ranks:
+            held = [b.offset for b in self._arena.held_by((self._session, rank.index))]
+            if held:
+                rank.control.send(pack(Kind.OWN, 0, struct.pack(f"<{len(held)}Q", *held)))
+        _copiers.submit(self._arena.mapping.own_all)
+        self._relief = self._loop.call_later(RELIEVE_AFTER * 5, self._relieve)
+
+    def _shortage(self, weight: int, what: str) -> str:
+        keys = [(f"rank {r.index}", (self._session, r.index)) for r in self._ranks]
+        held = [
+            f"{name} holds {_bytes(size)}"
+            for name, key in [*keys, ("the controller", CONTROLLER)]
+            if (size := sum(block.size for block in self._arena.held_by(key)))
+        ]
+        return (
+            f"no room in the arena for {_bytes(weight)} of {what} after {self._timeout} s: "
+            f"arena_limit is {_bytes(self._limit)}; {', '.join(held) or 'nobody holds any of it'}. "
+            "Await calls before making more, or raise arena_limit"
+        )
+
+
+class _Departure:
+    """One call between its place in the order and its frames."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        calls: Calls,
+        pending: Pending,
+        loads: Sequence[Load],
+        index: Sequence[int] | None,
+        *,
+        now: bool,
+    ) -> None:
+        self._transfers = transfers
+        self._calls = calls
+        self._pending = pending
+        self._loads = list(loads)
+        self._index = index
+        self._now = now
+        self._slots: list[Slot] = transfers.reserve(pending)
+        self._blocks: list[Block] = []
+        self._copying = False
+        self._versions: list[int | None] = []
+        self._over = False
+        pending.unsent = self._take_back
+
+    def begin(self, weights: Sequence[int]) -> None:
+        """Ask for room; go on now if there is some."""
+        if not self._transfers.want(weights, self._fill, self._refuse, "arguments"):
+            # The copy comes later: what may change without a trace is copied now (D-1).
+            self._loads = [
+                load if load.large is None else load._replace(large=load.large.steady())
+                for load in self._loads
+            ]
+            self._versions = [sources.version_of(source) for source in self._sources()]
+
+    def _sources(self) -> list[sources.Source]:
+        return [s for load in self._loads if load.large is not None for s in load.large.sources]
+
+    def _fill(self, blocks: list[Block]) -> None:
+        if self._over:
+            self._transfers.settle_transit(blocks)
+            return
+        self._blocks = blocks
+        waited = bool(self._versions)
+        if not waited:
+            self._versions = [sources.version_of(source) for source in self._sources()]
+        later: list[tuple[sources.Source, memoryview]] = []
+        total = sum(sources.size_of(source) for source in self._sources())
+        for source, place in self._targets():
+            if total < COPY_LATER_FROM or self._now or sources.version_of(source) is None:
+                sources.copy(source, place)
+            else:
+                later += _split(source, place)
+        if later:
+            self._copying = True
+            self._transfers.copy(later, self._copied)
+        else:
+            self._depart()
+
+    def _targets(self) -> list[tuple[sources.Source, memoryview]]:
+        targets: list[tuple[sources.Source, memoryview]] = []
+        blocks = iter(self._blocks)
+        for load in self._loads:
+            if load.large is None:
+                continue
+            block = next(blocks)
+            for source, place in zip(load.large.sources, load.large.places[0], strict=True):
+                size = sources.size_of(source)
+                targets.append((source, self._transfers.writable(block, place, size)))
+        return targets
+
+    def _copied(self, error: BaseException | None) -> None:
+        self._copying = False
+        if self._over:
+            self._transfers.settle_transit(self._blocks)
+            return
+        if error is not None:
+            self._refuse(UsageError(f"{self._pending.label}: an argument can't be copied: {error}"))
+        elif [sources.version_of(source) for source in self._sources()] != self._versions:
+            self._refuse(
+                UsageError(
+                    f"{self._pending.label}: an argument was written to while it was being sent. "
+                    "Await the call first, or use options(copy='now')"
+                )
+            )
+        else:
+            self._depart()
+
+    def _depart(self) -> None:
+        self._over = True
+        self._pending.unsent = None
+        blocks = iter(self._blocks)
+        mine = [None if load.large is None else next(blocks) for load in self._loads]
+        frames = [
+            _frame(self._pending.call_id, load, block)
+            for load, block in zip(self._loads, mine, strict=True)
+        ]
+        ranks = self._pending.ranks
+        numbers = self._index if self._index is not None else [0] * len(ranks)
+        for slot, rank, number in zip(self._slots, ranks, numbers, strict=True):
+            block = mine[number]
+            if block is not None:
+                self._transfers.hold(block, rank)
+            slot.fill(frames[number])
+        self._transfers.settle_transit(self._blocks)
+
+    def _refuse(self, error: Exception) -> None:
+        self._calls.refuse(self._pending, error)
+
+    def _take_back(self) -> None:
+        """Nobody wants it any more, or it can't be sent: give up the places in the order."""
+        if self._over:
+            return
+        self._over = True
+        self._pending.unsent = None
+        for slot in self._slots:
+            slot.cancel()
+        if not self._copying:  # a copy that runs needs its place until it ends
+            self._transfers.settle_transit(self._blocks)
+            self._blocks = []
+
+
+def _frame(call_id: int, load: Load, block: Block | None) -> list[Buffer]:
+    if load.large is None or block is None:
+        stream, buffers = load.encoded
+        return pack(
+            load.kind, call_id, stream, sources.inline(buffers), flags=load.flags, aux=load.aux
+        )
+    placed = Placed(block.offset, block.size, load.large.sizes, load.large.places[0])
+    return pack_placed(
+        load.kind, call_id, load.large.stream, placed, flags=load.flags, aux=load.aux
+    )
+
+
+def _split(source: sources.Source, place: memoryview) -> list[tuple[sources.Source, memoryview]]:
+    """Cut a copy in two where that pays."""
+    if isinstance(source, sources.Strided) or len(source) < _SPLIT_FROM:
+        return [(source, place)]
+    half = len(source) // 2
+    view = memoryview(source)
+    return [(view[:half], place[:half]), (view[half:], place[half:])]
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

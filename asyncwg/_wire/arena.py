@@ -1,0 +1,168 @@
+"""One process's view of the arena: the anonymous file in which large values pass between processes.
+
+Every process maps the whole file twice. What it has been *granted* it writes through a shared mapping; what
+it *receives* it reads through a private one, so its own writes stay its own (O-8): the kernel copies a
+page when it is written. The file is sparse and the maps reserve nothing, so only blocks in use
+cost memory.
+
+Assumed: the controller gives a block out again only when every process it was sent to has let go.
+
+- A-1 ``released`` is told of a block once the last view of it in this process is gone, or when
+  the process has made the block its own.
+- A-2 What was written to a block here is never seen in a block that stands there later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncwg import _linux as linux
+
+_NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+GRANULE: Final = mmap.PAGESIZE
+"""Bytes. Blocks start and end at pages, because pages are what is private or not."""
+
+Released = Callable[[int, int], None]
+"""Takes a block's offset and how often it had been received. Called in any thread, from a finaliser."""
+
+
+class _Live:
+    """A block that this process has received and has views of."""
+
+    __slots__ = ("address", "extra", "holds", "owned", "ref", "size")
+
+    def __init__(self, ref: weakref.ref[Any], address: int, size: int, extra: Any) -> None:
+        self.ref = ref
+        self.address = address
+        self.size = size
+        self.extra = extra
+        """A mapping of its own, where the place in the common one is taken."""
+        self.holds = 1
+        self.owned = False
+        """Whether every page is this process's own, and the block has been let go."""
+
+
+class Mapping:
+    """The arena as this process sees it.
+
+    Args:
+        fd: the file; stays the caller's.
+        size: bytes.
+        released: told of blocks that are let go.
+    """
+
+    def __init__(self, fd: int, size: int, released: Released) -> None:
+        self._fd = os.dup(fd)
+        self._size = size
+        self._released = released
+        self._shared: mmap.mmap | None = None
+        self._private: mmap.mmap | None = None
+        self._private_address = 0
+        # Re-entrant: a finaliser may run in this thread while it is held.
+        self._lock = threading.RLock()
+        self._live: dict[int, _Live] = {}
+        self._taken: dict[int, _Live] = {}
+        """Places of the common private mapping whose pages are owned, by address."""
+        os.register_at_fork(before=self.own_all)
+
+    def writable(self, offset: int, size: int) -> memoryview:
+        """Return the place to write what was granted, ``size`` bytes at ``offset``."""
+        if self._shared is None:
+            self._map()
+        assert self._shared is not None
+        return memoryview(self._shared)[offset : offset + size]
+
+    def receive(self, offset: int, size: int) -> memoryview:
+        """Return the block at ``offset`` as bytes that are this process's own, and writable."""
+        with self._lock:
+            live = self._live.get(offset)
+            block = None if live is None else live.ref()
+            if live is not None and block is not None:
+                live.holds += 1
+                return memoryview(block).cast("B")
+            if self._private is None:
+                self._map()
+            common = self._private
+            assert common is not None
+            extra, start, at = common, self._private_address + offset, offset
+            if any(
+                start < o.address + o.size and o.address < start + size
+                for o in self._taken.values()
+            ):
+                extra = mmap.mmap(
+                    self._fd, size, mmap.MAP_PRIVATE | _NO_RESERVE, _READ_WRITE, offset=offset
+                )
+                start, at = ctypes.addressof(ctypes.c_char.from_buffer(extra)), 0
+            # A ctypes array is what all views of it keep alive, and one can see it go: memoryviews share
+            # what they view, and numpy skips arrays in between.
+            array = (ctypes.c_ubyte * size).from_buffer(extra, at)
+            live = _Live(
+                weakref.ref(array, lambda _ref: self._gone(offset, live)), start, size, extra
+            )
+            self._live[offset] = live
+            return memoryview(array).cast("B")
+
+    def own(self, offset: int) -> bool:
+        """Make a block this process's own and let go of it, views and all.
+
+        Returns:
+            Whether that was possible; it is on Linux 5.14 and later.
+        """
+        with self._lock:
+            live = self._live.get(offset)
+            if live is None or live.ref() is None:
+                return True
+            if not linux.own_pages(live.address, live.size):
+                return False
+            live.owned = True
+            del self._live[offset]
+            self._taken[live.address] = live
+            holds = live.holds
+        self._released(offset, holds)
+        return True
+
+    def own_all(self) -> None:
+        """Make every block this process's own: before a fork, whose child would see them reused."""
+        for offset in list(self._live):
+            self.own(offset)
+
+    def find(self, address: int) -> tuple[Any, int] | None:
+        """Return the array of the block in which ``address`` lies, and its position in it."""
+        with self._lock:
+            for live in self._live.values():
+                if live.address <= address < live.address + live.size:
+                    array = live.ref()
+                    return None if array is None else (array, address - live.address)
+        return None
+
+    def _map(self) -> None:
+        with self._lock:
+            if self._private is not None:
+                return
+            self._shared = mmap.mmap(
+                self._fd, self._size, mmap.MAP_SHARED | _NO_RESERVE, _READ_WRITE
+            )
+            private = mmap.mmap(self._fd, self._size, mmap.MAP_PRIVATE | _NO_RESERVE, _READ_WRITE)
+            self._private_address = ctypes.addressof(ctypes.c_char.from_buffer(private))
+            self._private = private
+
+    def _gone(self, offset: int, live: _Live | None) -> None:
+        if live is None:
+            return
+        with self._lock:
+            if live.owned:
+                self._taken.pop(live.address, None)
+                linux.drop_pages(live.address, live.size)
+                return
+            if self._live.get(offset) is live:
+                del self._live[offset]
+            if live.extra is self._private:
+                linux.drop_written_pages(live.address, live.size)
+        self._released(offset, live.holds)

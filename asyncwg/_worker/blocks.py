@@ -1,0 +1,128 @@
+"""The arena in a worker: what was received from it, what is let go, and where large results stand.
+
+A worker writes only where the controller has granted a place. It offers a large result by the sizes of its
+buffers; the controller answers on the control lane, where nothing stands in front of the answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from asyncwg._wire import sources
+from asyncwg._wire.arena import Mapping
+from asyncwg._wire.frames import (
+    ARENA,
+    NONE,
+    Buffer,
+    Kind,
+    Placed,
+    pack,
+    pack_placed,
+    unpack,
+    unpack_placed,
+)
+from asyncwg._wire.shipment import Shipment
+from asyncwg.errors import ResourceError
+
+_PAIR: Final = struct.Struct("<QQ")
+
+
+class Grant(NamedTuple):
+    """The controller's answer to an offer."""
+
+    placed: Placed | None
+    """Where to write; None for nowhere."""
+    why: str
+    """Why nowhere; "" where nobody wants the result any more."""
+
+
+class Blocks:
+    """One worker's dealings with the arena. Any of its threads may use it.
+
+    Args:
+        fd: the arena's file.
+        size: its size in bytes.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.mapping = Mapping(fd, size, self._let_go)
+        os.close(fd)
+        self.woken: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when something was let go that no answer will carry."""
+        self._gone: collections.deque[tuple[int, int]] = collections.deque()
+        self._waiting: dict[int, Callable[[Grant], None]] = {}
+        self._answering: int | None = None
+
+    def unpack(
+        self, body: memoryview, n_buffers: int, flags: int
+    ) -> tuple[memoryview, list[memoryview]]:
+        """Return a frame's stream and buffers, wherever they stand."""
+        if not flags & ARENA:
+            return unpack(body, n_buffers)
+        stream, placed = unpack_placed(body, n_buffers)
+        block = self.mapping.receive(placed.offset, placed.size)
+        pairs = zip(placed.places, placed.sizes, strict=True)
+        buffers = [block[place : place + size] for place, size in pairs]
+        return (stream, buffers) if stream else (buffers.pop(), buffers)
+
+    def answering(self, *, yes: bool) -> None:
+        """Say that this thread will soon send an answer, which carries what is let go until then."""
+        self._answering = threading.get_ident() if yes else None
+
+    def let_go(self) -> list[Buffer] | None:
+        """Return the frame that tells what was let go, or None."""
+        if not self._gone:
+            return None
+        pairs: list[bytes] = []
+        while self._gone:
+            pairs.append(_PAIR.pack(*self._gone.popleft()))
+        return pack(Kind.RELEASE, 0, b"".join(pairs))
+
+    def offer(
+        self, call_id: int, shipment: Shipment, answer: Callable[[Grant], None], lane: int
+    ) -> list[Buffer]:
+        """Return the frame that asks for a place; ``answer`` is called by the control lane's thread."""
+        self._waiting[call_id] = answer
+        sizes = struct.pack(f"<{len(shipment.sizes)}Q", *shipment.sizes)
+        return pack(Kind.OFFER, call_id, sizes, aux=lane)
+
+    def granted(self, call_id: int, flags: int, n_buffers: int, body: memoryview) -> None:
+        """Take a GRANT frame."""
+        answer = self._waiting.pop(call_id, None)
+        if answer is None:
+            return
+        if flags & ARENA:
+            answer(Grant(unpack_placed(body, n_buffers)[1], ""))
+        else:
+            answer(Grant(None, bytes(body).decode()))
+
+    def place(self, call_id: int, shipment: Shipment, grant: Grant) -> list[Buffer]:
+        """Write a result where it was granted, and return its frame.
+
+        Raises:
+            ResourceError: there was no room.
+        """
+        if grant.placed is None:
+            if grant.why:
+                raise ResourceError(grant.why)
+            return pack(Kind.RESULT, call_id, flags=NONE)
+        for place, source in zip(grant.placed.places, shipment.sources, strict=True):
+            size = sources.size_of(source)
+            start = grant.placed.offset + place
+            sources.copy(source, self.mapping.writable(start, size))
+        return pack_placed(Kind.RESULT, call_id, shipment.stream, grant.placed)
+
+    def own(self, offsets: Sequence[int]) -> None:
+        """Make blocks this process's own, because the controller is short of room."""
+        for offset in offsets:
+            self.mapping.own(offset)
+
+    def _let_go(self, offset: int, count: int) -> None:
+        self._gone.append((offset, count))
+        if self._answering != threading.get_ident():
+            os.eventfd_write(self.woken, 1)
