@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncwg._share import share, shared_empty
 from asyncwg._worker.context import current_call
 from asyncwg.call import Call
 from asyncwg.decorator import (
@@ -96,6 +97,8 @@ __all__ = [
     "register",
     "register_dispatch_mode",
     "run",
+    "share",
+    "shared_empty",
     "split_resource_pool",
     "unfold_batch_dim",
     "unpad_dataproto",

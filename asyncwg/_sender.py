@@ -100,6 +100,19 @@ class _Waiting(NamedTuple):
     needs: list[Call[Any]]
 
 
+class _Leaving:
+    """Owner of a call that has not been sent."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
+    def abandon(self, progress: Any) -> None:
+        self._leave()
+
+    async def released(self, progress: Any) -> None:
+        """Nothing was sent."""
+
+
 class Sender:
     """From jobs to frames, in order. One per generation; owns the queues of calls that wait.
 
@@ -158,7 +171,7 @@ class Sender:
     def _narrow(self, job: Job) -> Job:
         ranks = job.target.ranks
         if job.method.options.execute is Execute.ANY:
-            load = self._calls.in_flight
+            load = self._calls.load
             return job._replace(target=Target((min(ranks, key=lambda rank: load[rank]),), True))
         return job._replace(target=Target(ranks[:1], True))
 
@@ -208,7 +221,7 @@ class Sender:
         joined = plan.joined
         if joined is not None:
             pending.joins = joined
-        call.attach(pending, plan.collect, self._calls.abandon)
+        call.attach(pending, plan.collect, self._calls)
         if job.options.timeout is not None:
             self._deadline(job, call)
 
@@ -315,7 +328,7 @@ class Sender:
                     leave()
             self._advance(lane)
 
-        call.on_abandon(leave)
+        call.attach(None, None, _Leaving(leave))
         if job.options.timeout is not None:
             self._deadline(job, call)
         for need in {id(need): need for need in needs}.values():

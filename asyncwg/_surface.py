@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncwg._sender import CallOptions, Job, Target, nearest
 from asyncwg._wire.frames import NO_METHOD, Kind
@@ -15,6 +15,12 @@ from asyncwg.errors import UsageError
 
 if TYPE_CHECKING:
     from asyncwg.worker_group import WorkerGroup
+
+WINDOW_CALLS: Final = 64
+"""Unanswered calls of a rank beyond which `Surface.ready` waits: enough to keep a rank busy with
+calls of 20 us while a producer does something else for a millisecond."""
+WINDOW_BYTES: Final = 4 << 20
+"""Bytes that wait for one rank beyond which `Surface.ready` waits; larger values go another way."""
 
 
 class Proxy:
@@ -103,6 +109,19 @@ class Surface:
     def world_size(self) -> int:
         """Number of ranks here."""
         return len(self.target.ranks)
+
+    async def ready(self) -> None:
+        """Wait until every rank here has room for another call.
+
+        A rank has room while it has fewer than `WINDOW_CALLS` unanswered calls and less than
+        `WINDOW_BYTES` wait for it to read. A producer that awaits this before each call makes no
+        more than the ranks can take; calls made without it wait in the controller's memory.
+
+        Raises:
+            GroupClosedError: the group does not run.
+            GroupBrokenError: it broke.
+        """
+        await self.group.until_ready(self.target.ranks)
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a method, registered or not, on every rank here, with the arguments as they are.

@@ -25,6 +25,18 @@ class Progress(Protocol):
         ...
 
 
+class Owner(Protocol):
+    """Who carries a call out."""
+
+    def abandon(self, progress: Any) -> None:
+        """Take note that nobody waits for the result any more."""
+        ...
+
+    async def released(self, progress: Any) -> None:
+        """Wait until no rank reads what was sent by reference."""
+        ...
+
+
 Collect = Callable[[list[Any]], Any]
 """Makes the results, by position, the result of the call."""
 
@@ -52,37 +64,30 @@ class Call(asyncio.Future[T], Coroutine[Any, Any, T]):
     Groups make calls; there is no other way to get one. It is a future of the group's loop.
     """
 
-    __slots__ = ("_collect", "_iterators", "_label", "_on_abandon", "_progress")
+    __slots__ = ("_collect", "_iterators", "_label", "_owner", "_progress")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, label: str) -> None:
         super().__init__(loop=loop)
         self._label = label
         self._progress: Progress | None = None
         self._collect: Collect | None = None
-        self._on_abandon: Callable[[Any], None] | None = None
+        self._owner: Owner | None = None
         self._iterators: dict[Any, Generator[Any, None, T]] | None = None
 
-    def attach(
-        self, progress: Progress, collect: Collect, on_abandon: Callable[[Any], None]
-    ) -> None:
-        """Take note that the call has been sent. For the group that made it.
+    def attach(self, progress: Progress | None, collect: Collect | None, owner: Owner) -> None:
+        """Take note of who carries it out. For the group that made it.
 
         Args:
-            progress: what is known of it.
-            collect: what to make of the results.
-            on_abandon: called with ``progress`` when nobody waits for it any more.
+            progress: what is known of it; None until it is on its way.
+            collect: what to make of the results; None until it is on its way.
+            owner: who is told that nobody waits for it any more.
         """
         self._progress = progress
         self._collect = collect
-        self._on_abandon = on_abandon
-
-    def on_abandon(self, leave: Callable[[], None]) -> None:
-        """Have ``leave`` called when nobody waits for a call that has not been sent."""
-        self._on_abandon = lambda _progress: leave()
+        self._owner = owner
 
     def settle(self, results: list[Any] | None, error: Exception | None) -> None:
         """End it. For the group that made it."""
-        self._on_abandon = None
         if self.done():
             return
         if results is None or self._collect is None:
@@ -111,9 +116,19 @@ class Call(asyncio.Future[T], Coroutine[Any, Any, T]):
 
     def abandon(self) -> None:
         """Tell the group that nobody waits for the result any more."""
-        on_abandon, self._on_abandon = self._on_abandon, None
-        if on_abandon is not None:
-            on_abandon(self._progress)
+        if self._owner is not None:
+            self._owner.abandon(self._progress)
+
+    async def released(self) -> None:
+        """Wait until what was sent by reference may be written again: no rank reads it any more.
+
+        That is for tensors made with `asyncwg.share` or `asyncwg.shared_empty`; for a call without
+        one it waits for the result. A rank that keeps the tensor keeps the caller waiting.
+        """
+        if self._progress is None:
+            await asyncio.gather(self, return_exceptions=True)
+        if self._progress is not None and self._owner is not None:
+            await self._owner.released(self._progress)
 
     async def results(self) -> list[Any]:
         """Wait for all ranks and return what each gave, by rank, not joined.

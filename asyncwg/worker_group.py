@@ -16,7 +16,7 @@ from asyncwg._driver.gang import Gang
 from asyncwg._driver.guardian import guardian
 from asyncwg._driver.launch import Spec, encode_init, plan_launch
 from asyncwg._sender import CallOptions, Job, Sender, Target, nearest
-from asyncwg._surface import Surface, View
+from asyncwg._surface import WINDOW_BYTES, WINDOW_CALLS, Surface, View
 from asyncwg.call import Call
 from asyncwg.decorator import (
     Method,
@@ -366,6 +366,11 @@ class WorkerGroup(Surface):
             self._release()
         if errors:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self._name!r}", errors)
+
+    async def until_ready(self, ranks: Sequence[int]) -> None:
+        """Wait until each rank has room; see `Surface.ready`."""
+        await self._running().calls.ready(ranks, WINDOW_CALLS, WINDOW_BYTES)
+        self._running()
 
     def submit(self, job: Job) -> Call[Any]:
         """Send a call. For proxies."""

@@ -14,13 +14,15 @@ import bisect
 import collections
 import os
 import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from asyncwg import _linux as linux
 from asyncwg import shards
+from asyncwg._wire import sources
 from asyncwg._wire.arena import GRANULE, Mapping
 from asyncwg._wire.joined import joined
+from asyncwg.errors import ResourceError
 
 IDLE_AFTER: Final = 10.0
 """Seconds without a block after which the memory of free places is given back."""
@@ -60,6 +62,7 @@ class Arena:
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = [0]
         self._free: dict[int, int] = {0: self.size}
+        self._shared: dict[int, Block] = {}
         self._touched = 0
         """Bytes from the start that have memory behind them, or had."""
         self._listeners: list[Callable[[], None]] = []
@@ -127,6 +130,44 @@ class Arena:
             for offset in held:
                 self._blocks[offset].holders[holder] = 0
                 self.release(offset, holder)
+
+    def share(self, size: int) -> Any:
+        """Return ``size`` bytes in the arena that stay there while somebody has a view of them.
+
+        Raises:
+            ResourceError: there is no room.
+        """
+        block = self.allocate(size, "shared")
+        if block is None:
+            raise ResourceError(
+                f"{size} bytes don't fit the arena: there is room for {self.room} bytes"
+            )
+        self._shared[block.offset] = block
+
+        def gone() -> None:
+            self._shared.pop(block.offset, None)
+            self.release(block.offset, CONTROLLER)
+
+        array = self.mapping.share(block.offset, size, gone)
+        self.move(block.offset, ("shared", TRANSIT), CONTROLLER)
+        return array
+
+    def locate(self, source: sources.Source) -> tuple[Block, int] | None:
+        """Return the shared block in which a buffer stands, and its place there; None if in none."""
+        if not self._shared or isinstance(source, sources.Strided):
+            return None
+        offset = self.mapping.place_of(sources.address_of(source))
+        if offset is None:
+            return None
+        for block in self._shared.values():
+            if block.offset <= offset < block.offset + block.size:
+                return block, offset - block.offset
+        return None
+
+    def readers(self, blocks: Sequence[Block]) -> int:
+        """Return how many ranks hold one of ``blocks``."""
+        with self._lock:
+            return sum(len(block.holders.keys() - {CONTROLLER}) for block in blocks)
 
     def held_by(self, holder: Holder) -> list[Block]:
         """Return the blocks that ``holder`` has not let go."""

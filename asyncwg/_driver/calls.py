@@ -12,7 +12,7 @@ The table is changed in this file only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from asyncwg._driver.arena import Block
@@ -45,7 +45,7 @@ class Pending:
 
     __slots__ = (
         "call_id", "cleanup", "errors", "joins", "label", "lane", "left", "on_error", "outcome",
-        "ranks", "region", "results", "single", "timer", "unsent", "votes", "watch",
+        "ranks", "references", "region", "results", "single", "timer", "unsent", "votes", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +77,8 @@ class Pending:
         """The ranks whose results will be joined, in that order."""
         self.region: Region | None = None
         """Where they are to stand side by side."""
+        self.references: Sequence[Block] = ()
+        """Blocks that were sent as they are: what is shared."""
         self.unsent: Callable[[], None] | None = None
         """Takes back what no rank has a byte of yet."""
         self.cleanup: Callable[[], None] | None = None
@@ -132,6 +134,7 @@ class Calls:
         broken_off: told the error when that has happened and the call's policy is ``"abort"``.
         receive: takes ``(rank, flags, body, n_buffers, wanted)`` of a result and returns its stream and
             buffers, wherever they stand.
+        readers_gone: waits until no rank reads some blocks.
     """
 
     def __init__(
@@ -141,23 +144,19 @@ class Calls:
         error_grace: float,
         broken_off: Callable[[Exception], None],
         receive: Callable[[int, int, memoryview, int, bool], tuple[memoryview, list[memoryview]]],
+        readers_gone: Callable[[Sequence[Block]], Awaitable[None]],
     ) -> None:
         self._loop = loop
         self._ranks = ranks
         self._error_grace = error_grace
         self._broken_off = broken_off
         self._unpack = receive
+        self._readers_gone = readers_gone
         self._pending: dict[int, Pending] = {}
         self._last_id = 0
-
-    @property
-    def in_flight(self) -> list[int]:
+        self.load = [0] * len(ranks)
         """Unanswered calls by rank."""
-        counts = [0] * len(self._ranks)
-        for pending in self._pending.values():
-            for rank in pending.silent:
-                counts[rank] += 1
-        return counts
+        self._watchers: list[asyncio.Future[None]] = []
 
     def next_id(self) -> int:
         """Return the number of the next call; calls are sent in the order of their numbers."""
@@ -178,6 +177,8 @@ class Calls:
         """Take note of a call; see `send`."""
         pending = Pending(call_id, label, ranks, lane, outcome, single, on_error)
         self._pending[call_id] = pending
+        for rank in ranks:
+            self.load[rank] += 1
         return pending
 
     def send(
@@ -205,13 +206,15 @@ class Calls:
         """
         pending = Pending(call_id, label, ranks, lane, outcome, single, on_error)
         self._pending[call_id] = pending
-        everyone = self._ranks
+        everyone, load = self._ranks, self.load
         if len(frames) == 1:
             frame = frames[0]
             for rank in ranks:
+                load[rank] += 1
                 everyone[rank].lanes[lane].send(frame)
         else:
             for rank, each in zip(ranks, frames, strict=True):
+                load[rank] += 1
                 everyone[rank].lanes[lane].send(each)
         return pending
 
@@ -238,10 +241,13 @@ class Calls:
                 self._failed(pending, rank, _unreadable(pending, rank, error))
                 return
         pending.left -= 1
+        self.load[rank] -= 1
         if pending.watch is not None:
             pending.watch()
         if not pending.left:
             self._complete(pending)
+        if self._watchers:
+            self._wake()
 
     def answered(self, rank: int, call_id: int) -> None:
         """Take an answer that is no result: the rank is ready."""
@@ -260,13 +266,17 @@ class Calls:
         return self._pending.get(call_id)
 
     def forget(self, pending: Pending) -> None:
-        """Take a call that was never sent off the table."""
-        self._pending.pop(pending.call_id, None)
+        """Take a call that no rank will run off the table."""
+        if self._pending.pop(pending.call_id, None) is not None:
+            for rank in pending.silent:
+                self.load[rank] -= 1
+            self._wake()
 
     def refuse(self, pending: Pending, error: Exception) -> None:
         """Fail a call that no rank has a byte of."""
-        if self._pending.pop(pending.call_id, None) is None:
+        if pending.call_id not in self._pending:
             return
+        self.forget(pending)
         outcome = pending.take()
         if pending.unsent is not None:
             pending.unsent()
@@ -280,12 +290,48 @@ class Calls:
     def fail_all(self, error_of: Callable[[Pending], Exception]) -> None:
         """Fail every call, each with an exception of its own."""
         pending, self._pending = self._pending, {}
+        self.load[:] = [0] * len(self.load)
         for each in pending.values():
             outcome = each.take()
             if each.unsent is not None:
                 each.unsent()
             if outcome is not None:
                 outcome.settle(None, error_of(each))
+
+    async def ready(self, ranks: Sequence[int], calls: int, backlog: int) -> None:
+        """Wait until each rank has less to do than a window.
+
+        Args:
+            ranks: which ranks.
+            calls: unanswered calls that a rank may have.
+            backlog: bytes that may wait for a rank to read.
+        """
+        while any(
+            self.load[rank] >= calls
+            or sum(lane.backlog for lane in self._ranks[rank].lanes) >= backlog
+            for rank in ranks
+        ):
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._watchers.append(future)
+            await future
+
+    def _wake(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for future in watchers:
+            if not future.done():
+                future.set_result(None)
+
+    async def released(self, pending: Pending) -> None:
+        """Wait until no rank reads what a call has sent by reference."""
+        while pending.unsent is not None:
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._watchers.append(future)
+            await future
+        await self._readers_gone(pending.references)
+
+    def moved(self) -> None:
+        """A call has been sent or given up: have those look who wait for that."""
+        self._wake()
 
     def abandon(self, pending: Pending) -> None:
         """Nobody waits for a call any more: drop it on all its ranks, or on none (E-5).
@@ -297,7 +343,7 @@ class Calls:
         if pending.call_id not in self._pending or pending.votes is not None:
             return
         if pending.unsent is not None:
-            del self._pending[pending.call_id]
+            self.forget(pending)
             pending.unsent()
             return
         silent = pending.silent
@@ -319,7 +365,7 @@ class Calls:
         if all(pending.votes.values()):
             for each in pending.ranks:
                 self._ranks[each].control.send(pack(Kind.DROP, call_id, aux=lane))
-            del self._pending[call_id]
+            self.forget(pending)
             return
         for each in pending.silent:
             control = self._ranks[each].control
@@ -332,12 +378,14 @@ class Calls:
             pending.errors = {}
         pending.errors[rank] = error
         pending.left -= 1
+        self.load[rank] -= 1
         if pending.watch is not None:
             pending.watch()
         if not pending.left:
             self._complete(pending)
         elif len(pending.errors) == 1:
             pending.timer = self._loop.call_later(self._error_grace, self._grace_over, pending)
+        self._wake()
 
     def _complete(self, pending: Pending) -> None:
         del self._pending[pending.call_id]

@@ -95,7 +95,12 @@ class Gang:
             loop, self._ranks, launch.session, launch.arena_limit, launch.arena_timeout
         )
         self.calls = Calls(
-            loop, self._ranks, launch.error_grace, self._break, self.transfers.receive
+            loop,
+            self._ranks,
+            launch.error_grace,
+            self._break,
+            self.transfers.receive,
+            self.transfers.readers_gone,
         )
         sock = guardian.open_session(
             launch.session, launch.preload, explicit=launch.preload_explicit

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from asyncwg._driver.arena import CONTROLLER, TRANSIT, Block, arena
+from asyncwg._driver.arena import CONTROLLER, TRANSIT, Arena, Block, arena
 from asyncwg._driver.calls import Calls, Pending, Region
 from asyncwg._driver.rank import Rank
 from asyncwg._transport.aio import Slot
@@ -104,14 +104,33 @@ class Transfers:
     ) -> tuple[memoryview, list[memoryview]]:
         """Take a result out of the arena: its stream and its buffers, which are the controller's own."""
         stream, placed = unpack_placed(body, n_buffers)
+        ((offset, size),) = placed.blocks
         if not wanted:
-            self._arena.release(placed.offset, (self._session, rank))
+            self._arena.release(offset, (self._session, rank))
             return stream, []
-        block = self._arena.mapping.receive(placed.offset, placed.size)
-        self._arena.move(placed.offset, (self._session, rank), CONTROLLER)
-        pairs = zip(placed.places, placed.sizes, strict=True)
-        buffers = [block[place : place + size] for place, size in pairs]
+        # The parts of a joined result stand in one block, and are views of one array.
+        block = self._arena.mapping.receive(offset, size, again=True)
+        self._arena.move(offset, (self._session, rank), CONTROLLER)
+        buffers = [block[place : place + length] for length, _, place in placed.buffers]
         return (stream, buffers) if stream else (buffers.pop(), buffers)
+
+    async def readers_gone(self, blocks: Sequence[Block]) -> None:
+        """Wait until no rank reads ``blocks``."""
+        changed = asyncio.Event()
+
+        def tell() -> None:
+            try:
+                self._loop.call_soon_threadsafe(changed.set)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits any more
+
+        self._arena.listen(tell)
+        try:
+            while self._arena.readers(blocks):
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._arena.unlisten(tell)
 
     def released(self, rank: int, body: memoryview) -> None:
         """Take a rank's RELEASE."""
@@ -180,7 +199,10 @@ class Transfers:
         self, rank: int, call_id: int, block: Block, sizes: list[int], places: list[int]
     ) -> None:
         self._arena.hold(block, (self._session, rank))
-        placed = Placed(block.offset, block.size, sizes, places)
+        placed = Placed(
+            [(block.offset, block.size)],
+            [(size, 0, place) for size, place in zip(sizes, places, strict=True)],
+        )
         self._ranks[rank].control.send(pack_placed(Kind.GRANT, call_id, b"", placed))
 
     def ship(
@@ -204,14 +226,15 @@ class Transfers:
         Raises:
             ResourceError: it can never fit. Nothing has been sent.
         """
-        weights = [load.large.places[1] for load in loads if load.large is not None]
-        if sum(weights) > self._limit or not self._arena.fits(sum(weights)):
+        cargo = [_Cargo.of(load, self._arena) for load in loads]
+        weight = sum(each.weight for each in cargo)
+        if weight > self._limit or not self._arena.fits(weight):
             raise ResourceError(
-                f"{pending.label}: {_bytes(sum(weights))} of arguments can't fit the arena "
+                f"{pending.label}: {_bytes(weight)} of arguments can't fit the arena "
                 f"(arena_limit is {_bytes(self._limit)}, "
                 f"memory has room for {_bytes(self._arena.room)}): send less at a time"
             )
-        _Departure(self, calls, pending, loads, index, now=now).begin(weights)
+        _Departure(self, calls, pending, cargo, index, now=now).begin()
 
     def want(
         self,
@@ -362,6 +385,75 @@ class Transfers:
         )
 
 
+class _Reference(NamedTuple):
+    """Stands for a buffer that is in the arena already, and is sent as it is."""
+
+    block: Block
+    place: int
+    size: int
+
+
+class _Cargo(NamedTuple):
+    """One load, and which of its buffers are copied to where in a block for it."""
+
+    load: Load
+    buffers: list[_Reference | sources.Source]
+    sizes: list[int]
+    places: list[int]
+    """In the block that is filled; 0 for references."""
+    weight: int
+    """Bytes of that block; 0 where all buffers are references."""
+
+    @classmethod
+    def of(cls, load: Load, arena: Arena) -> _Cargo:
+        if load.large is None:
+            return cls(load, [], [], [], 0)
+        buffers: list[_Reference | sources.Source] = []
+        for source, size in zip(load.large.sources, load.large.sizes, strict=True):
+            found = arena.locate(source)
+            buffers.append(source if found is None else _Reference(*found, size))
+        copied = [
+            0 if isinstance(buffer, _Reference) else size
+            for buffer, size in zip(buffers, load.large.sizes, strict=True)
+        ]
+        places, weight = joined_places(copied, 0, 1)
+        return cls(load, buffers, load.large.sizes, places, weight)
+
+    @property
+    def copied(self) -> list[tuple[sources.Source, int]]:
+        """What is copied, and where to in the block."""
+        return [
+            (buffer, place)
+            for buffer, place in zip(self.buffers, self.places, strict=True)
+            if not isinstance(buffer, _Reference)
+        ]
+
+    def steady(self) -> _Cargo:
+        """Return it with copies of what may change without a trace."""
+        return self._replace(
+            buffers=[b if isinstance(b, _Reference) else sources.steady(b) for b in self.buffers]
+        )
+
+    def frame(self, call_id: int, filled: Block | None) -> tuple[list[Buffer], list[Block]]:
+        """Return the frame, and the blocks that it refers to."""
+        kind, flags, aux, encoded, large = self.load
+        if large is None:
+            stream, buffers = encoded
+            inlined = sources.inline(buffers)
+            return pack(kind, call_id, stream, inlined, flags=flags, aux=aux), []
+        blocks: list[Block] = [] if filled is None else [filled]
+        entries: list[tuple[int, int, int]] = []
+        for buffer, size, place in zip(self.buffers, self.sizes, self.places, strict=True):
+            if isinstance(buffer, _Reference):
+                if buffer.block not in blocks:
+                    blocks.append(buffer.block)
+                entries.append((size, blocks.index(buffer.block), buffer.place))
+            else:
+                entries.append((size, 0, place))
+        placed = Placed([(block.offset, block.size) for block in blocks], entries)
+        return pack_placed(kind, call_id, large.stream, placed, flags=flags, aux=aux), blocks
+
+
 class _Departure:
     """One call between its place in the order and its frames."""
 
@@ -370,7 +462,7 @@ class _Departure:
         transfers: Transfers,
         calls: Calls,
         pending: Pending,
-        loads: Sequence[Load],
+        cargo: Sequence[_Cargo],
         index: Sequence[int] | None,
         *,
         now: bool,
@@ -378,39 +470,38 @@ class _Departure:
         self._transfers = transfers
         self._calls = calls
         self._pending = pending
-        self._loads = list(loads)
+        self._cargo = list(cargo)
         self._index = index
         self._now = now
         self._slots: list[Slot] = transfers.reserve(pending)
         self._blocks: list[Block] = []
         self._copying = False
-        self._versions: list[int | None] = []
+        self._versions: list[int | None] | None = None
         self._over = False
         pending.unsent = self._take_back
 
-    def begin(self, weights: Sequence[int]) -> None:
+    def begin(self) -> None:
         """Ask for room; go on now if there is some."""
-        if not self._transfers.want(weights, self._fill, self._refuse, "arguments"):
+        weights = [each.weight for each in self._cargo if each.weight]
+        if not weights:
+            self._depart()
+        elif not self._transfers.want(weights, self._fill, self._refuse, "arguments"):
             # The copy comes later: what may change without a trace is copied now (D-1).
-            self._loads = [
-                load if load.large is None else load._replace(large=load.large.steady())
-                for load in self._loads
-            ]
-            self._versions = [sources.version_of(source) for source in self._sources()]
+            self._cargo = [each.steady() for each in self._cargo]
+            self._versions = self._now_at()
 
-    def _sources(self) -> list[sources.Source]:
-        return [s for load in self._loads if load.large is not None for s in load.large.sources]
+    def _now_at(self) -> list[int | None]:
+        return [sources.version_of(s) for each in self._cargo for s, _ in each.copied]
 
     def _fill(self, blocks: list[Block]) -> None:
         if self._over:
             self._transfers.settle_transit(blocks)
             return
         self._blocks = blocks
-        waited = bool(self._versions)
-        if not waited:
-            self._versions = [sources.version_of(source) for source in self._sources()]
+        if self._versions is None:
+            self._versions = self._now_at()
+        total = sum(each.weight for each in self._cargo)
         later: list[tuple[sources.Source, memoryview]] = []
-        total = sum(sources.size_of(source) for source in self._sources())
         for source, place in self._targets():
             if total < COPY_LATER_FROM or self._now or sources.version_of(source) is None:
                 sources.copy(source, place)
@@ -420,28 +511,27 @@ class _Departure:
             self._copying = True
             self._transfers.copy(later, self._copied)
         else:
-            self._depart()
+            self._copied(None)
 
     def _targets(self) -> list[tuple[sources.Source, memoryview]]:
-        targets: list[tuple[sources.Source, memoryview]] = []
         blocks = iter(self._blocks)
-        for load in self._loads:
-            if load.large is None:
-                continue
-            block = next(blocks)
-            for source, place in zip(load.large.sources, load.large.places[0], strict=True):
-                size = sources.size_of(source)
-                targets.append((source, self._transfers.writable(block, place, size)))
+        targets: list[tuple[sources.Source, memoryview]] = []
+        for each in self._cargo:
+            if each.weight:
+                block = next(blocks)
+                targets += [
+                    (source, self._transfers.writable(block, place, sources.size_of(source)))
+                    for source, place in each.copied
+                ]
         return targets
 
     def _copied(self, error: BaseException | None) -> None:
         self._copying = False
         if self._over:
             self._transfers.settle_transit(self._blocks)
-            return
-        if error is not None:
+        elif error is not None:
             self._refuse(UsageError(f"{self._pending.label}: an argument can't be copied: {error}"))
-        elif [sources.version_of(source) for source in self._sources()] != self._versions:
+        elif self._now_at() != self._versions:
             self._refuse(
                 UsageError(
                     f"{self._pending.label}: an argument was written to while it was being sent. "
@@ -453,21 +543,27 @@ class _Departure:
 
     def _depart(self) -> None:
         self._over = True
-        self._pending.unsent = None
+        pending, transfers = self._pending, self._transfers
+        pending.unsent = None
         blocks = iter(self._blocks)
-        mine = [None if load.large is None else next(blocks) for load in self._loads]
         frames = [
-            _frame(self._pending.call_id, load, block)
-            for load, block in zip(self._loads, mine, strict=True)
+            each.frame(pending.call_id, next(blocks) if each.weight else None)
+            for each in self._cargo
         ]
-        ranks = self._pending.ranks
-        numbers = self._index if self._index is not None else [0] * len(ranks)
-        for slot, rank, number in zip(self._slots, ranks, numbers, strict=True):
-            block = mine[number]
-            if block is not None:
-                self._transfers.hold(block, rank)
-            slot.fill(frames[number])
-        self._transfers.settle_transit(self._blocks)
+        numbers = self._index if self._index is not None else [0] * len(pending.ranks)
+        for slot, rank, number in zip(self._slots, pending.ranks, numbers, strict=True):
+            frame, used = frames[number]
+            for block in used:
+                transfers.hold(block, rank)
+            slot.fill(frame)
+        pending.references = [
+            buffer.block
+            for each in self._cargo
+            for buffer in each.buffers
+            if isinstance(buffer, _Reference)
+        ]
+        transfers.settle_transit(self._blocks)
+        self._calls.moved()
 
     def _refuse(self, error: Exception) -> None:
         self._calls.refuse(self._pending, error)
@@ -483,18 +579,7 @@ class _Departure:
         if not self._copying:  # a copy that runs needs its place until it ends
             self._transfers.settle_transit(self._blocks)
             self._blocks = []
-
-
-def _frame(call_id: int, load: Load, block: Block | None) -> list[Buffer]:
-    if load.large is None or block is None:
-        stream, buffers = load.encoded
-        return pack(
-            load.kind, call_id, stream, sources.inline(buffers), flags=load.flags, aux=load.aux
-        )
-    placed = Placed(block.offset, block.size, load.large.sizes, load.large.places[0])
-    return pack_placed(
-        load.kind, call_id, load.large.stream, placed, flags=load.flags, aux=load.aux
-    )
+        self._calls.moved()
 
 
 def _split(source: sources.Source, place: memoryview) -> list[tuple[sources.Source, memoryview]]:

@@ -58,6 +58,8 @@ class SocketChannel:
         self._writing = False
         self._backlog = 0
         self._open = True
+        self._unanswered = False
+        self._flushing = False
         loop.add_reader(self._fd, self._readable)
 
     @property
@@ -70,6 +72,12 @@ class SocketChannel:
         if self._unsent:
             self._keep(pieces, 0)
             return
+        if self._unanswered:
+            # Not the first one since the other side was last heard: what follows in this turn of the loop
+            # goes along, so a burst costs one call of the kernel and not one a frame.
+            self._keep(pieces, 0)
+            return
+        self._unanswered = True
         try:
             if len(pieces) == 1:
                 sent = self._transmit(pieces[0])
@@ -122,8 +130,14 @@ class SocketChannel:
             sent = 0
             self._unsent.append(rest if isinstance(piece, bytes) else memoryview(bytes(rest)))
             self._backlog += len(rest)
-        if not isinstance(self._unsent[0], Slot):
-            self._want_to_write(True)
+        if not (self._writing or self._flushing or isinstance(self._unsent[0], Slot)):
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._open and not self._writing:
+            self._writable()
 
     def _writable(self) -> None:
         """Send what can go; stop at a full socket, or at a slot without its frame."""
@@ -187,6 +201,7 @@ class SocketChannel:
         if not count:
             self._end(None)
             return False
+        self._unanswered = False
         try:
             self._assembler.advance(count, self._deliver)
         except Exception as error:  # noqa: BLE001  # a broken peer ends this channel, not the loop

@@ -65,12 +65,34 @@ class Mapping:
         self._shared: mmap.mmap | None = None
         self._private: mmap.mmap | None = None
         self._private_address = 0
+        self._shared_address = 0
         # Re-entrant: a finaliser may run in this thread while it is held.
         self._lock = threading.RLock()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, dict[int, _Live]] = {}
+        """By offset and address: a block may be received again while an earlier view of it lives."""
+        self._kept: dict[int, Any] = {}
         self._taken: dict[int, _Live] = {}
         """Places of the common private mapping whose pages are owned, by address."""
         os.register_at_fork(before=self.own_all)
+
+    def place_of(self, address: int) -> int | None:
+        """Return the offset in the arena of an address in the shared mapping."""
+        offset = address - self._shared_address
+        return offset if self._shared is not None and 0 <= offset < self._size else None
+
+    def share(self, offset: int, size: int, gone: Callable[[], None]) -> Any:
+        """Return the bytes at ``offset`` for good; ``gone`` is called when the last view is gone."""
+        self.writable(offset, size)
+        assert self._shared is not None
+        array = (ctypes.c_ubyte * size).from_buffer(self._shared, offset)
+        key = id(array)
+
+        def finished(_ref: Any) -> None:
+            self._kept.pop(key, None)
+            gone()
+
+        self._kept[key] = weakref.ref(array, finished)
+        return array
 
     def writable(self, offset: int, size: int) -> memoryview:
         """Return the place to write what was granted, ``size`` bytes at ``offset``."""
@@ -79,20 +101,28 @@ class Mapping:
         assert self._shared is not None
         return memoryview(self._shared)[offset : offset + size]
 
-    def receive(self, offset: int, size: int) -> memoryview:
-        """Return the block at ``offset`` as bytes that are this process's own, and writable."""
+    def receive(self, offset: int, size: int, *, again: bool = False) -> memoryview:
+        """Return the block at ``offset`` as bytes that are this process's own, and writable.
+
+        Args:
+            offset: of the block.
+            size: of the block.
+            again: whether this is another part of what was received before, and shares its bytes.
+        """
         with self._lock:
-            live = self._live.get(offset)
-            block = None if live is None else live.ref()
-            if live is not None and block is not None:
-                live.holds += 1
-                return memoryview(block).cast("B")
+            views = self._live.setdefault(offset, {})
+            if again and views:
+                live = next(iter(views.values()))
+                block = live.ref()
+                if block is not None:
+                    live.holds += 1
+                    return memoryview(block).cast("B")
             if self._private is None:
                 self._map()
             common = self._private
             assert common is not None
             extra, start, at = common, self._private_address + offset, offset
-            if any(
+            if views or any(
                 start < o.address + o.size and o.address < start + size
                 for o in self._taken.values()
             ):
@@ -100,13 +130,13 @@ class Mapping:
                     self._fd, size, mmap.MAP_PRIVATE | _NO_RESERVE, _READ_WRITE, offset=offset
                 )
                 start, at = ctypes.addressof(ctypes.c_char.from_buffer(extra)), 0
-            # A ctypes array is what all views of it keep alive, and one can see it go: memoryviews share
-            # what they view, and numpy skips arrays in between.
+            # A ctypes array is what all views of it keep alive, and one can see it go:
+            # memoryviews share what they view, and numpy skips arrays in between.
             array = (ctypes.c_ubyte * size).from_buffer(extra, at)
             live = _Live(
                 weakref.ref(array, lambda _ref: self._gone(offset, live)), start, size, extra
             )
-            self._live[offset] = live
+            views[start] = live
             return memoryview(array).cast("B")
 
     def own(self, offset: int) -> bool:
@@ -115,17 +145,19 @@ class Mapping:
         Returns:
             Whether that was possible; it is on Linux 5.14 and later.
         """
+        holds = 0
         with self._lock:
-            live = self._live.get(offset)
-            if live is None or live.ref() is None:
-                return True
-            if not linux.own_pages(live.address, live.size):
-                return False
-            live.owned = True
-            del self._live[offset]
-            self._taken[live.address] = live
-            holds = live.holds
-        self._released(offset, holds)
+            for live in list(self._live.get(offset, {}).values()):
+                if live.ref() is None:
+                    continue  # its finaliser is about to let it go
+                if not linux.own_pages(live.address, live.size):
+                    return False
+                live.owned = True
+                self._forget(offset, live)
+                self._taken[live.address] = live
+                holds += live.holds
+        if holds:
+            self._released(offset, holds)
         return True
 
     def own_all(self) -> None:
@@ -136,7 +168,7 @@ class Mapping:
     def find(self, address: int) -> tuple[Any, int] | None:
         """Return the array of the block in which ``address`` lies, and its position in it."""
         with self._lock:
-            for live in self._live.values():
+            for live in (live for views in self._live.values() for live in views.values()):
                 if live.address <= address < live.address + live.size:
                     array = live.ref()
                     return None if array is None else (array, address - live.address)
@@ -149,6 +181,7 @@ class Mapping:
             self._shared = mmap.mmap(
                 self._fd, self._size, mmap.MAP_SHARED | _NO_RESERVE, _READ_WRITE
             )
+            self._shared_address = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
             private = mmap.mmap(self._fd, self._size, mmap.MAP_PRIVATE | _NO_RESERVE, _READ_WRITE)
             self._private_address = ctypes.addressof(ctypes.c_char.from_buffer(private))
             self._private = private
@@ -161,8 +194,14 @@ class Mapping:
                 self._taken.pop(live.address, None)
                 linux.drop_pages(live.address, live.size)
                 return
-            if self._live.get(offset) is live:
-                del self._live[offset]
+            self._forget(offset, live)
             if live.extra is self._private:
                 linux.drop_written_pages(live.address, live.size)
         self._released(offset, live.holds)
+
+    def _forget(self, offset: int, live: _Live) -> None:
+        views = self._live.get(offset, {})
+        if views.get(live.address) is live:
+            del views[live.address]
+        if not views:
+            self._live.pop(offset, None)

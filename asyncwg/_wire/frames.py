@@ -6,11 +6,12 @@ stream, and the out-of-band buffers of that stream, each starting at a multiple 
     | body size u64 | call id u64 | kind u8 | flags u8 | aux u16 | buffers u32 |
     | sizes: buffers x u64 | stream | padding | buffer 0 | padding | buffer 1 | ...
 
-With the flag `ARENA` the buffers stand in a block of the arena instead, and the body is::
+With the flag `ARENA` the buffers stand in blocks of the arena instead, and the body is::
 
-    | block offset u64 | block size u64 | buffers x (size u64, place u64) | stream
+    | blocks u64 | blocks x (offset u64, size u64) | buffers x (size, block, place: u64) | stream
 
-where a place is counted from the block's start. Sizes are 64-bit, so one message may be larger than 4 GiB.
+where a place is counted from the start of its block. Sizes are 64-bit, so one message may be larger
+than 4 GiB.
 """
 
 from __future__ import annotations
@@ -84,7 +85,6 @@ EXTRAS: Final = 2
 
 ARENA: Final = 4
 """Flag of a CALL, RUN or RESULT: its buffers stand in the arena."""
-_PAIR: Final = struct.Struct("<QQ")
 
 Deliver = Callable[[int, int, int, int, int, memoryview], None]
 """Takes ``(call_id, kind, flags, aux, n_buffers, body)``. The body is valid until it returns,
@@ -129,43 +129,44 @@ def pack(
 class Placed(NamedTuple):
     """Where in the arena the buffers of a frame stand."""
 
-    offset: int
-    """Of the block in the arena."""
-    size: int
-    """Of the block."""
-    sizes: Sequence[int]
-    """Of the buffers."""
-    places: Sequence[int]
-    """Of the buffers, from the block's start."""
+    blocks: Sequence[tuple[int, int]]
+    """Offset in the arena, and size, of each block."""
+    buffers: Sequence[tuple[int, int, int]]
+    """Of each buffer: its size, the number of its block, and its place from the block's start."""
 
 
 def pack_placed(
     kind: int, call_id: int, stream: Buffer, placed: Placed, *, flags: int = 0, aux: int = 0
 ) -> list[Buffer]:
     """Return the pieces of a frame whose buffers stand in the arena."""
-    numbers = [number for pair in zip(placed.sizes, placed.places, strict=True) for number in pair]
-    count = len(placed.sizes)
-    table = struct.pack(f"<{2 + 2 * count}Q", placed.offset, placed.size, *numbers)
+    blocks, buffers = placed
+    numbers = [number for entry in (*blocks, *buffers) for number in entry]
+    table = struct.pack(f"<{1 + len(numbers)}Q", len(blocks), *numbers)
     size = len(table) + len(stream)
-    header = HEADER.pack(size, call_id, kind, flags | ARENA, aux, count)
-    return [header + table, stream]
+    header = HEADER.pack(size, call_id, kind, flags | ARENA, aux, len(buffers))
+    return [header + table + stream] if len(stream) < READ_SIZE else [header + table, stream]
 
 
 def unpack_placed(body: memoryview, n_buffers: int) -> tuple[memoryview, Placed]:
     """Cut the body of a frame with the flag `ARENA` into its stream and where its buffers stand.
 
     Raises:
-        FrameError: a buffer lies outside of the block.
+        FrameError: the table is longer than the body, or a buffer lies outside of its block.
     """
-    start = _PAIR.size * (1 + n_buffers)
+    if len(body) < 8:  # one number
+        raise FrameError(f"no table in a body of {len(body)} bytes")
+    (n_blocks,) = struct.unpack_from("<Q", body)
+    start = 8 * (1 + 2 * n_blocks + 3 * n_buffers)
     if start > len(body):
         raise FrameError(f"a table of {n_buffers} buffers does not fit a body of {len(body)} bytes")
-    offset, size = _PAIR.unpack_from(body)
-    numbers = struct.unpack_from(f"<{2 * n_buffers}Q", body, _PAIR.size)
-    placed = Placed(offset, size, numbers[::2], numbers[1::2])
-    if any(p + s > size for s, p in zip(placed.sizes, placed.places, strict=True)):
-        raise FrameError("a buffer reaches out of its block")
-    return body[start:], placed
+    numbers = struct.unpack_from(f"<{2 * n_blocks + 3 * n_buffers}Q", body, 8)
+    blocks = list(zip(numbers[0 : 2 * n_blocks : 2], numbers[1 : 2 * n_blocks : 2], strict=True))
+    rest = numbers[2 * n_blocks :]
+    buffers = list(zip(rest[::3], rest[1::3], rest[2::3], strict=True))
+    for size, block, place in buffers:
+        if block >= n_blocks or place + size > blocks[block][1]:
+            raise FrameError("a buffer reaches out of its block")
+    return body[start:], Placed(blocks, buffers)
 
 
 def size_of(pieces: Sequence[Buffer]) -> int:

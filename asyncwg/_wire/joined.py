@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ def _together(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _place(spans: Sequence[tuple[int, int]], find: Find) -> tuple[Any, int, int] | None:
-    for (address, size), (following, _) in zip(spans, spans[1:], strict=False):
+    for (address, size), (following, _) in itertools.pairwise(spans):
         if address + size != following:
             return None
     found = find(spans[0][0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from asyncwg._wire.codec import Encoded
-from asyncwg._wire.sources import Source, inline, size_of, version_of
+from asyncwg._wire.sources import Source, size_of, steady
 
 ARENA_FROM: Final = 64 * 1024
 """Bytes in all buffers of a value. Smaller values go through the pipe: two copies of 64 kB and the
@@ -24,18 +24,7 @@ class Shipment(NamedTuple):
 
     def steady(self) -> Shipment:
         """Return it with copies of what may change without a trace: arrays have no version counter."""
-        kept = [s if version_of(s) is not None else bytes(inline([s])[0]) for s in self.sources]
-        return self._replace(sources=kept)
-
-    @property
-    def places(self) -> tuple[list[int], int]:
-        """Return where the buffers stand in a block of their own, and the block's size."""
-        places: list[int] = []
-        end = 0
-        for size in self.sizes:
-            places.append(end)
-            end += -(-size // _PLACE) * _PLACE
-        return places, end
+        return self._replace(sources=[steady(source) for source in self.sources])
 
 
 def shipment(encoded: Encoded, threshold: float = ARENA_FROM) -> Shipment | None:

@@ -52,6 +52,13 @@ def size_of(source: Source) -> int:
     return source.nbytes if isinstance(source, Strided) else len(source)
 
 
+def address_of(source: Buffer) -> int:
+    """Return where a buffer's bytes begin."""
+    import numpy as np  # import here: the package must not load it
+
+    return int(np.frombuffer(source, np.uint8).ctypes.data)
+
+
 def copy(source: Source, place: memoryview) -> None:
     """Write a buffer's bytes to ``place``, without the GIL."""
     if isinstance(source, Strided):
@@ -74,6 +81,11 @@ def inline(sources: Sequence[Source]) -> list[Buffer]:
         else:
             buffers.append(source)
     return buffers
+
+
+def steady(source: Source) -> Source:
+    """Return a copy of what may change without a trace, and anything else as it is."""
+    return source if version_of(source) is not None else bytes(inline([source])[0])
 
 
 def version_of(source: Source) -> int | None:

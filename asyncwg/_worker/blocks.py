@@ -65,9 +65,8 @@ class Blocks:
         if not flags & ARENA:
             return unpack(body, n_buffers)
         stream, placed = unpack_placed(body, n_buffers)
-        block = self.mapping.receive(placed.offset, placed.size)
-        pairs = zip(placed.places, placed.sizes, strict=True)
-        buffers = [block[place : place + size] for place, size in pairs]
+        blocks = [self.mapping.receive(offset, size) for offset, size in placed.blocks]
+        buffers = [blocks[n][place : place + size] for size, n, place in placed.buffers]
         return (stream, buffers) if stream else (buffers.pop(), buffers)
 
     def answering(self, *, yes: bool) -> None:
@@ -111,10 +110,9 @@ class Blocks:
             if grant.why:
                 raise ResourceError(grant.why)
             return pack(Kind.RESULT, call_id, flags=NONE)
-        for place, source in zip(grant.placed.places, shipment.sources, strict=True):
-            size = sources.size_of(source)
-            start = grant.placed.offset + place
-            sources.copy(source, self.mapping.writable(start, size))
+        blocks, buffers = grant.placed
+        for (size, number, place), source in zip(buffers, shipment.sources, strict=True):
+            sources.copy(source, self.mapping.writable(blocks[number][0] + place, size))
         return pack_placed(Kind.RESULT, call_id, shipment.stream, grant.placed)
 
     def own(self, offsets: Sequence[int]) -> None:

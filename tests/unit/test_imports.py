@@ -24,7 +24,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_wire",),
     ("_transport",),
     ("_worker", "_driver"),
-    ("call",),
+    ("call", "_share"),
     ("_sender",),
     ("_surface",),
     ("worker_group",),
