@@ -46,8 +46,22 @@ fix: $(VENV)/.installed-dev  ## mend what ruff can mend
 demo: $(VENV)/.installed-demo  ## train on handwritten digits with four workers
 	$(BIN)/python docs/examples/train_digits.py $(ARGS)
 
-bench: $(VENV)/.installed-bench  ## measure, also against what others made
-	$(BIN)/python -m benchmarks $(ARGS)
+# The peers ask for versions of their own, so they have a folder of their own.
+bench: .venv-bench/.installed  ## measure, also against what others made
+	.venv-bench/bin/python -m benchmarks $(or $(ARGS),all)
+
+# A peer that can't be had is left out. verl goes without what its trainers need: its worker group runs.
+.venv-bench/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	grep -vE "^($$(sed -nE 's/==.*//p' benchmarks/constraints.txt | paste -sd'|'))==" constraints.txt \
+	    | cat - benchmarks/constraints.txt > .venv-bench/constraints.txt
+	@install() { .venv-bench/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c .venv-bench/constraints.txt "$$@"; }; \
+	install torch && install -e '.[bench]' || exit; \
+	for peer in ray torchmonarch xoscar "hydra-core transformers" "--no-deps verl"; do \
+	    install $$peer || echo "left out: $$peer" >&2; \
+	done
+	@touch $@
 
 chaos: $(VENV)/.installed-test  ## kill, stop and starve workers at random for a while
 	$(BIN)/python -m benchmarks.chaos $(ARGS)

@@ -16,7 +16,7 @@ from benchmarks.workloads import COLD, WORKLOADS
 mpl.use("Agg")
 COLOURS = {
     "floor": "#bbbbbb", "asyncwg": "#d1495b", "torch_pipes": "#edae49", "xoscar": "#66a182",
-    "monarch": "#2e4057", "ray": "#8d96a3", "verl": "#5f6f8c",
+    "monarch": "#2e4057", "ray": "#8d96a3", "verl": "#9a6fb0",
 }  # fmt: skip
 MILLISECONDS = 1e3
 
@@ -27,7 +27,7 @@ def bars(results: Results, path: Path) -> None:
     names = [n for n in names if any(key.startswith(f"{n} ") for key in results.samples)]
     shown = [spec for spec in [*WORKLOADS, COLD[0]] if _median(results, "asyncwg", spec.name)]
     height = 0.86 / len(names)
-    figure, axis = plt.subplots(figsize=(9, 0.9 * len(shown) + 1.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 0.75 * len(shown) + 1), layout="constrained")
     for place, name in enumerate(names):
         label = TITLES.get(name, name)
         for row, spec in enumerate(shown):
@@ -46,7 +46,7 @@ def bars(results: Results, path: Path) -> None:
     axis.set_xscale("log")
     axis.set_xlabel("milliseconds, logarithmic; shorter is better")
     axis.set_yticks(range(len(shown)), [spec.text for spec in shown])
-    axis.invert_yaxis()
+    axis.set_ylim(len(shown) - 0.5, -0.5)  # the first on top
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "cpus": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         "versions": versions,
         "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
