@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Seque
 from typing import Any, Protocol, TypeVar, final
 
 from asyncwg._wire import codec
+from asyncwg.errors import GroupClosedError
 
 __all__ = ["Call"]
 
@@ -93,6 +94,8 @@ class Call(asyncio.Future[T], Coroutine[Any, Any, T]):
         if results is None or self._collect is None:
             assert error is not None
             self.set_exception(error)
+            if isinstance(error, GroupClosedError):
+                self._log_traceback = False  # whoever closed the group does not wait for it
             return
         try:
             value = self._collect(results)

@@ -193,6 +193,7 @@ class WorkerGroup(Surface):
             kwargs=dict(cls_with_init.kwargs),
             names=list(self.numbers),
             limits={name: limit for name, limit in limits.items() if limit is not None},
+            to_device=[m.name for m in self.methods.values() if m.options.to_device],
             has_async=self.has_async,
             local_ranks=resource_pool.local_rank_list(),
             local_world_sizes=resource_pool.local_world_size_list(),

@@ -30,6 +30,8 @@ class Spec:
     """Methods by number."""
     limits: Mapping[str, int]
     """How many calls of an ``async def`` method may run at once, by its name."""
+    to_device: Sequence[str]
+    """Methods whose tensors are placed on the rank's device."""
     has_async: bool
     local_ranks: Sequence[int]
     local_world_sizes: Sequence[int]
@@ -150,7 +152,14 @@ def encode_init(spec: Spec) -> codec.Encoded:
     """
     try:
         return codec.encode(
-            (spec.cls, spec.args, dict(spec.kwargs), list(spec.names), dict(spec.limits))
+            (
+                spec.cls,
+                spec.args,
+                dict(spec.kwargs),
+                list(spec.names),
+                dict(spec.limits),
+                list(spec.to_device),
+            )
         )
     except Exception as error:
         for value, name in (

@@ -33,6 +33,10 @@ class BlockingChannel:
             count = self._receive(self._assembler.room())
         except ConnectionResetError:
             return False
+        except OSError:
+            if self._sock.fileno() < 0:
+                return False  # closed here, just before
+            raise
         if not count:
             return False
         self._assembler.advance(count, deliver)

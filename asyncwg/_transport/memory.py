@@ -67,5 +67,5 @@ class MemoryChannel:
 
     def _end(self, error: BaseException | None) -> None:
         if self._open:
-            self._open = False
+            self.close()
             self._closed(error)

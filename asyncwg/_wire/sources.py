@@ -1,7 +1,8 @@
 """Where the bytes of an out-of-band buffer come from, and how they get to where they are to stand.
 
-A contiguous tensor or array is its own bytes. One that is not contiguous has no bytes yet: a `Strided`
-stands for it, and is copied once, straight to its place, instead of being made contiguous first.
+A contiguous tensor or array is its own bytes. One that is not contiguous, or on a GPU, has none that
+could be sent: a `Strided` stands for it, and is copied once, straight to its place, instead of
+being made contiguous first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from asyncwg._wire import staging
 from asyncwg._wire.frames import Buffer
 
 
@@ -24,7 +26,7 @@ class Strided(bytearray):
 
     @classmethod
     def of(cls, value: Any) -> Strided:
-        """Stand for ``value``, a strided tensor on the CPU or an array without objects."""
+        """Stand for ``value``, a strided tensor on any device or an array without objects."""
         self = cls(1)
         self.value = value
         self.nbytes = value.nbytes
@@ -34,6 +36,9 @@ class Strided(bytearray):
         """Write the value's bytes, in C order, to ``place``."""
         torch: Any = sys.modules.get("torch")
         if torch is not None and isinstance(self.value, torch.Tensor):
+            if self.value.device.type != "cpu":
+                staging.copy_to_host(self.value, place)
+                return
             flat = torch.frombuffer(place, dtype=torch.uint8).view(self.value.dtype)
             flat.view(self.value.shape).copy_(self.value)
         else:

@@ -110,8 +110,9 @@ def _reduce_slowly(tensor: Any) -> Any:
         or tensor.device.type == "meta"
     )
     flat = tensor.detach()
-    if flat.device.type not in ("cpu", "meta"):
-        flat = flat.cpu()
+    on_device = flat.device.type not in ("cpu", "meta")
+    if on_device and (odd or flat.nbytes < STRIDED_FROM):
+        flat, on_device = flat.cpu(), False
     if odd:
         with warnings.catch_warnings():
             # torch's reducer of quantised tensors warns about a class that it uses itself.
@@ -120,7 +121,7 @@ def _reduce_slowly(tensor: Any) -> Any:
     shape = tuple(flat.shape)
     name = str(flat.dtype).removeprefix("torch.")
     flat = flat.resolve_conj().resolve_neg()
-    if flat.nbytes >= STRIDED_FROM and not flat.is_contiguous():
+    if flat.nbytes >= STRIDED_FROM and (on_device or not flat.is_contiguous()):
         return _raw_tensor, (name, shape, pickle.PickleBuffer(Strided.of(flat)))
     flat = flat.contiguous().reshape(-1)
     if not flat.numel():

@@ -39,16 +39,16 @@ def _serve(compute: ComputeLane, control: ControlLane, blocks: Blocks, lane_fd: 
     body, n_buffers, init_id = compute.wait_for(Kind.INIT)
     lane: AsyncLane | None = None
     try:
-        cls, args, kwargs, names, limits = _read_init(body, n_buffers)
+        cls, args, kwargs, names, limits, to_device = _read_init(body, n_buffers)
         if lane_fd is not None:
             lane = AsyncLane(socket.socket(fileno=lane_fd), limits)
         worker = cls(*args, **kwargs)
         _call_hook(worker, "setup", lane)
     except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
-        compute.channel.send(Service(None, (), blocks).failure(init_id, error, skip_frames=1))
+        compute.channel.send(Service(None, (), blocks, ()).failure(init_id, error, skip_frames=1))
         control.exit_asked.wait()
         return 1
-    service = Service(worker, names, blocks)
+    service = Service(worker, names, blocks, to_device)
     if lane is not None:
         control.attach(lane)
         lane.serve(service)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from asyncwg._wire import codec, failures
+from asyncwg._wire import codec, failures, staging
 from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, Buffer, Kind, pack
 from asyncwg._wire.shipment import Shipment, shipment
 from asyncwg._wire.sources import inline
@@ -30,12 +30,15 @@ class Request(NamedTuple):
 class Service:
     """The user's object and the numbers of its methods."""
 
-    def __init__(self, worker: Any, names: Sequence[str], blocks: Blocks) -> None:
+    def __init__(
+        self, worker: Any, names: Sequence[str], blocks: Blocks, to_device: Sequence[str]
+    ) -> None:
         self.worker = worker
         self.blocks = blocks
         self._names = names
         self._label = type(worker).__name__
         self._labels = [f"{self._label}.{name}" for name in names]
+        self._to_device = frozenset(to_device)
         self._reported = 0
 
     def request(
@@ -71,7 +74,10 @@ class Service:
             args = (self.worker, *rest)
         elif aux != NO_METHOD:
             label = self._labels[aux]
-            function = getattr(self.worker, self._names[aux])
+            name = self._names[aux]
+            function = getattr(self.worker, name)
+            if name in self._to_device:
+                args, kwargs = self._placed(args, kwargs)
         else:
             name = extras["name"]
             label = f"{self._label}.{name}"
@@ -81,6 +87,16 @@ class Service:
         else:
             call = CurrentCall(call_id, label)
         return Request(call, function, args, kwargs)
+
+    def _placed(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        import torch  # import here: only for methods that ask for it
+
+        if not torch.cuda.is_available():
+            return args, kwargs
+        device = torch.device("cuda", torch.cuda.current_device())
+        return staging.to_device(tuple(args), device), staging.to_device(kwargs, device)
 
     def result(self, call_id: int, value: Any) -> list[Buffer] | Shipment:
         """Encode what a method returned: as a frame, or as what has to be offered first.
