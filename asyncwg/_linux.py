@@ -135,15 +135,22 @@ def drop_written_pages(address: int, size: int) -> None:
 
     On kernels before 6.7, which can't tell which are which, all go.
     """
+    ranges = written_pages(address, size)
+    for start, end in [(address, address + size)] if ranges is None else ranges:
+        drop_pages(start, end - start)
+
+
+def written_pages(address: int, size: int) -> list[tuple[int, int]] | None:
+    """Return the ranges of a private mapping that this process has written, as start and end.
+
+    None where the kernel can't tell.
+    """
+    found: list[tuple[int, int]] = []
+    start, end = address, address + size
     try:
-        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        drop_pages(address, size)
-        return
-    try:
-        regions = (ctypes.c_uint64 * (3 * _SCAN_REGIONS))()
-        start, end = address, address + size
+        pagemap = _own_pagemap()
         while start < end:
+            regions = (ctypes.c_uint64 * (3 * _SCAN_REGIONS))()
             # Pages that are there or swapped out, and are not the file's: written by us.
             request = bytearray(
                 struct.pack(
@@ -153,16 +160,25 @@ def drop_written_pages(address: int, size: int) -> None:
                 )
             )  # fmt: skip
             count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, request, True)
-            for i in range(count):
-                drop_pages(regions[3 * i], regions[3 * i + 1] - regions[3 * i])
+            found += [(regions[3 * i], regions[3 * i + 1]) for i in range(count)]
             walked: int = struct.unpack_from("<Q", request, 32)[0]
             if walked <= start:
                 break
             start = walked
     except OSError:
-        drop_pages(address, size)
-    finally:
-        os.close(pagemap)
+        return None
+    return found
+
+
+_pagemap: tuple[int, int] | None = None
+"""Of the process that opened it: its pid, and a descriptor that tells of its memory alone."""
+
+
+def _own_pagemap() -> int:
+    global _pagemap  # opening it costs as much as asking it
+    if _pagemap is None or _pagemap[0] != os.getpid():
+        _pagemap = (os.getpid(), os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
+    return _pagemap[1]
 
 
 def available_memory() -> int:

@@ -62,6 +62,8 @@ class Arena:
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = [0]
         self._free: dict[int, int] = {0: self.size}
+        self.allocations = 0
+        """Blocks ever given out."""
         self._shared: dict[int, Block] = {}
         self._touched = 0
         """Bytes from the start that have memory behind them, or had."""
@@ -93,6 +95,7 @@ class Arena:
                 self._starts.insert(index, end)
                 self._free[end] = room - size
             block = Block(start, size, owner)
+            self.allocations += 1
             block.holders[(owner, TRANSIT)] = 1
             self._blocks[start] = block
             return block
@@ -153,16 +156,23 @@ class Arena:
         return array
 
     def locate(self, source: sources.Source) -> tuple[Block, int] | None:
-        """Return the shared block in which a buffer stands, and its place there; None if in none."""
-        if not self._shared or isinstance(source, sources.Strided):
+        """Return the block in which a buffer stands already, and its place there; None if in none.
+
+        That is a tensor that is shared, or a result as it came: what its user writes to it goes to
+        private pages, so the block still holds what the worker wrote.
+        """
+        if not self._blocks or isinstance(source, sources.Strided):
             return None
-        offset = self.mapping.place_of(sources.address_of(source))
-        if offset is None:
+        address = sources.address_of(source)
+        offset = self.mapping.place_of(address) if self._shared else None
+        if offset is not None:
+            for block in self._shared.values():
+                if block.offset <= offset < block.offset + block.size:
+                    return block, offset - block.offset
+        found = self.mapping.untouched(address, len(source))
+        if found is None or found[0] not in self._blocks:
             return None
-        for block in self._shared.values():
-            if block.offset <= offset < block.offset + block.size:
-                return block, offset - block.offset
-        return None
+        return self._blocks[found[0]], found[1]
 
     def readers(self, blocks: Sequence[Block]) -> int:
         """Return how many ranks hold one of ``blocks``."""
@@ -193,6 +203,11 @@ class Arena:
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
+
+    def trim_if_idle(self, since: int) -> None:
+        """Give memory back if no block has been allocated after ``allocations`` was ``since``."""
+        if self.allocations == since and not self.in_use():
+            self.trim()
 
     def trim(self) -> None:
         """Give the memory of free places back to the system."""

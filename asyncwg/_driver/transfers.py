@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from asyncwg._driver.arena import CONTROLLER, TRANSIT, Arena, Block, arena
+from asyncwg._driver.arena import CONTROLLER, IDLE_AFTER, TRANSIT, Arena, Block, arena
 from asyncwg._driver.calls import Calls, Pending, Region
 from asyncwg._driver.rank import Rank
 from asyncwg._transport.aio import Slot
@@ -97,6 +97,7 @@ class Transfers:
         self._wants: collections.deque[_Want] = collections.deque()
         self._listening = False
         self._relief: asyncio.TimerHandle | None = None
+        self._idle: asyncio.TimerHandle | None = None
         self.closed = False
 
     def receive(
@@ -136,6 +137,17 @@ class Transfers:
         """Take a rank's RELEASE."""
         for offset, count in struct.iter_unpack("<QQ", body):
             self._arena.release(offset, (self._session, rank), count)
+        if self._idle is None:
+            self._idle = self._loop.call_later(IDLE_AFTER, self._look_idle, -1)
+
+    def _look_idle(self, before: int) -> None:
+        """Give memory back when nothing was sent for `IDLE_AFTER`; look again while something is."""
+        self._idle = None
+        now = self._arena.allocations
+        if now != before:
+            self._idle = self._loop.call_later(IDLE_AFTER, self._look_idle, now)
+        else:
+            _copiers.submit(self._arena.trim_if_idle, now)
 
     def lost(self, rank: int) -> None:
         """Take back what a dead rank held."""
@@ -149,8 +161,10 @@ class Transfers:
         while self._wants:
             self._wants.popleft().alarm.cancel()
         self._listen(False)
-        if not self._arena.in_use():
-            self._arena.trim()
+        if self._idle is not None:
+            self._idle.cancel()
+        # In a thread: giving back a gigabyte takes as long as a close may take in all.
+        _copiers.submit(self._arena.trim_if_idle, self._arena.allocations)
 
     def offered(self, rank: int, call_id: int, pending: Pending | None, body: memoryview) -> None:
         """Take a rank's OFFER of a large result and grant it a place, now or when there is room."""

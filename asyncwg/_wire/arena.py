@@ -165,6 +165,23 @@ class Mapping:
         for offset in list(self._live):
             self.own(offset)
 
+    def untouched(self, address: int, size: int) -> tuple[int, int] | None:
+        """Return where in the arena the bytes at ``address`` stand, unless they were written here.
+
+        Returns:
+            The offset of their block, and their place in it: whoever is sent those sees the same bytes. None
+            where the bytes are no received ones, or are this process's own by now.
+        """
+        with self._lock:
+            for offset, views in self._live.items():
+                for live in views.values():
+                    if live.address <= address and address + size <= live.address + live.size:
+                        start = address - address % GRANULE
+                        if linux.written_pages(start, address + size - start) != []:
+                            return None
+                        return offset, address - live.address
+        return None
+
     def find(self, address: int) -> tuple[Any, int] | None:
         """Return the array of the block in which ``address`` lies, and its position in it."""
         with self._lock:
