@@ -183,7 +183,8 @@ async def bounded(awaitable: Awaitable[T], seconds: float = 10.0) -> T:
     The written stacks (all threads and tasks of this process, and what each descendant waits for
     in the kernel) are the reason to prefer this to ``asyncio.wait_for``.
     """
-    task = asyncio.ensure_future(awaitable)
+    # Wrapped, for asyncio.wait refuses a Call: it is a future and a coroutine.
+    task = asyncio.create_task(_result_of(awaitable))
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
@@ -196,6 +197,10 @@ async def bounded(awaitable: Awaitable[T], seconds: float = 10.0) -> T:
         await asyncio.wait({task}, timeout=1.0)
         pytest.fail(f"not done after {seconds} s: {task!r}")
     return task.result()
+
+
+async def _result_of(awaitable: Awaitable[T]) -> T:
+    return await awaitable
 
 
 def dump_stacks() -> None:
