@@ -56,6 +56,10 @@ def write(out: Path, page: Path = PAGE) -> list[str]:
 def _machine(results: Results) -> list[str]:
     machine = results.machine
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    # Beside the version, which stays the same for long, stands the commit.
+    versions = versions.replace(
+        "asyncwg ", f"commit {machine['commit']}, asyncwg " if machine.get("commit") else "asyncwg "
+    )
     text = (
         f"`{machine['command']}`, {machine['when']}. {machine['cpus']} CPUs of {machine['cpu']}, "
         f"Linux {machine['kernel']}, Python {machine['python']}; {versions}. "

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -41,9 +42,21 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
         "load_before": round(os.getloadavg()[0], 2),
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
     }
+
+
+def _commit() -> str:
+    """Return which state of this project it is, where that can be known."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return described.stdout.strip()
 
 
 @dataclass

@@ -65,6 +65,18 @@ class Libraries:
                 await self.add(process.name, process.loop, self.n, self.numel)
             return None
 
+    async def resize(self, numel: int) -> None:
+        """Have all take tensors of another size from now on."""
+        self.numel = numel
+        for key, process in list(self.processes.items()):
+            try:
+                await process.ask("size", LIMIT, numel=numel)
+            except NoAnswerError as error:
+                self.results.fail(process.name, process.loop, "size", str(error))
+                self.say(f"{key}: no other size: {error}")
+                await process.end()
+                del self.processes[key]
+
     async def end(self) -> None:
         """End them all."""
         await asyncio.gather(*[process.end() for process in self.processes.values()])

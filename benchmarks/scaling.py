@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +17,9 @@ PEERS_UP_TO = 8
 """Their processes are heavy, and a machine that swaps measures something else."""
 SIZES = tuple(1024 * 4**k for k in range(11))  # 1 kB to 1 GB
 TURNS = 3
-COPIES = 10
+COPIES = 12
 """Copies of a value that a library may hold at once: room for them, or the size is left out."""
+TOGETHER = 16 << 20
 
 
 async def workers(
@@ -51,28 +51,34 @@ async def workers(
 async def sizes(
     folder: Path, results: Results, say: Say, names: Sequence[str], rounds: int
 ) -> None:
-    """Measure a broadcast to four workers for growing values."""
-    libraries = Libraries(folder, results, say)
-    try:
-        for name in names:
-            await libraries.add(name, "uvloop", WORKERS, 1)
-        for size in SIZES:
-            if psutil.virtual_memory().available < COPIES * size:
-                say(f"no room for {size} bytes: left out")
-                continue
-            say(f"{size} bytes")
-            for key in list(libraries.processes):
-                await libraries.processes[key].ask("size", 60, numel=size // 4)
-            for number in range(rounds):
-                for key in libraries.keys(turn=number):
-                    value = await libraries.measure(key, "broadcast_ms", "free")
-                    if value is not None:
-                        results.add(
-                            key.split()[0], "uvloop", "broadcast_ms", f"size:{size}", number, value
-                        )
-            # What was sent is let go before anybody gets more.
-            for key in list(libraries.processes):
-                await libraries.processes[key].ask("size", 60, numel=1)
-            await asyncio.sleep(0.1)
-    finally:
-        await libraries.end()
+    """Measure a broadcast to four workers for growing values.
+
+    Libraries take turns while values are small. With big ones each has the machine for itself: all
+    of them together would hold a multiple of every value.
+    """
+    small = [size for size in SIZES if size <= TOGETHER]
+    big = [size for size in SIZES if size > TOGETHER]
+    for group, some in [(list(names), small), *[([name], big) for name in names]]:
+        libraries = Libraries(folder, results, say)
+        try:
+            for name in group:
+                await libraries.add(name, "uvloop", WORKERS, 1)
+            for size in some:
+                if psutil.virtual_memory().available < COPIES * size:
+                    say(f"no room for {size} bytes in {', '.join(group)}: left out")
+                    continue
+                say(f"{size} bytes: {', '.join(group)}")
+                await _size(libraries, results, size, rounds)
+        finally:
+            await libraries.end()
+
+
+async def _size(libraries: Libraries, results: Results, size: int, rounds: int) -> None:
+    await libraries.resize(size // 4)
+    for number in range(rounds):
+        for key in libraries.keys(turn=number):
+            value = await libraries.measure(key, "broadcast_ms", "free")
+            if value is not None:
+                name = key.split()[0]
+                results.add(name, "uvloop", "broadcast_ms", f"size:{size}", number, value)
+    await libraries.resize(1)  # what was sent is let go before anybody gets more
