@@ -39,6 +39,11 @@ side of the other's end, one pidfd) and one in reserve. Later tests find them in
 snapshot, so the allowance counts once per guardian.
 """
 
+ARENA: Final = re.compile(r"/memfd:asyncwg-arena|/proc/\d+/pagemap$")
+ARENA_DESCRIPTORS: Final = 5
+"""Descriptors of the arena, which a process that drives groups keeps for its life: the file, the
+arena's own copy and those of its two maps, and the page map. More are views of a result."""
+
 UNOWNED_TARGETS: Final = re.compile(r"/dev/(urandom|nvidia.*)$")
 """Files that a library opens once for the life of the process: random numbers, the GPU driver."""
 
@@ -83,10 +88,14 @@ def leaks_since(before: Snapshot, settle: float = SETTLE) -> list[str]:
 def _differences(before: Snapshot) -> list[str]:
     now = Snapshot.take()
     found = [f"process {_describe(process)}" for process in now.processes - before.processes]
+    arena = [number for number, target in now.descriptors.items() if ARENA.match(target)]
+    kept = set(arena if len(arena) <= ARENA_DESCRIPTORS else ())
     descriptors = [
         f"descriptor {number} -> {target}"
         for number, target in now.descriptors.items()
-        if before.descriptors.get(number) != target and not UNOWNED_TARGETS.match(target)
+        if before.descriptors.get(number) != target
+        and number not in kept
+        and not UNOWNED_TARGETS.match(target)
     ]
     if len(descriptors) > GUARDIAN_DESCRIPTORS * len(now.guardians - before.guardians):
         found += descriptors
