@@ -16,7 +16,7 @@ import asyncio
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from asyncwg import dispatch
@@ -28,6 +28,7 @@ from asyncwg._wire import codec
 from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, pack
 from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
+from asyncwg._worker import context
 from asyncwg.call import Call
 from asyncwg.decorator import Dispatch, Execute, Method, Mode, Uneven
 from asyncwg.errors import CallTimeoutError, ResourceError, UsageError
@@ -47,6 +48,7 @@ class CallOptions:
     uneven: Uneven = "error"
     on_error: str = "abort"
     copy: str = "later"
+    hang_after: float | None = None
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not self.timeout > 0:
@@ -55,6 +57,8 @@ class CallOptions:
             raise UsageError(f"uneven must be 'error', 'allow' or 'pad', not {self.uneven!r}")
         if self.on_error not in ("abort", "wait"):
             raise UsageError(f"on_error must be 'abort' or 'wait', not {self.on_error!r}")
+        if self.hang_after is not None and not self.hang_after > 0:
+            raise UsageError(f"hang_after must be more than 0 seconds, not {self.hang_after!r}")
         if self.copy not in ("later", "now"):
             raise UsageError(f"copy must be 'later' or 'now', not {self.copy!r}")
 
@@ -141,7 +145,11 @@ class Sender:
             DispatchError: its arguments can't be given out.
             TypeError: one can't be pickled.
         """
-        target, method, mode, _, args, kwargs, _, kind = job
+        target, method, mode, _, args, kwargs, options, kind = job
+        outer = context.running.get()
+        if outer is not None and options.timeout is None and outer.remaining is not None:
+            # A call made by a method inherits what is left of the method's own time.
+            job = job._replace(options=replace(options, timeout=max(outer.remaining, 1e-6)))
         if kind == _CALL and (method.options.execute is not _ALL or mode is _RANK_ZERO):
             job = self._narrow(job)
             target = job.target
@@ -224,6 +232,10 @@ class Sender:
         call.attach(pending, plan.collect, self._calls)
         if job.options.timeout is not None:
             self._deadline(job, call)
+        hang_after = job.options.hang_after
+        if hang_after is not None:
+            timer = self._loop.call_later(hang_after, self._gang.watch.report, pending, hang_after)
+            call.add_done_callback(lambda _call: timer.cancel())
 
     def _ship(
         self,

@@ -71,7 +71,8 @@ class Proxy:
         Args:
             **options: ``timeout`` (seconds until the call fails with `CallTimeoutError`),
                 ``uneven`` (as in `register`), ``on_error`` (``"abort"`` or ``"wait"``, as in
-                `WorkerGroup`), ``copy`` (``"now"`` to copy large tensors before the call returns, where
+                `WorkerGroup`), ``hang_after`` (as in `WorkerGroup`), ``copy``
+                (``"now"`` to copy large tensors before the call returns, where
                 they are written to by what moves no version counter: ``.data``, a numpy alias, fused
                 optimizers, collectives).
         """

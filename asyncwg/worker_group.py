@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import threading
 import uuid
@@ -15,6 +16,7 @@ from asyncwg import distributed
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.guardian import guardian
 from asyncwg._driver.launch import Spec, encode_init, plan_launch
+from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._sender import CallOptions, Job, Sender, Target, nearest
 from asyncwg._surface import WINDOW_BYTES, WINDOW_CALLS, Surface, View
 from asyncwg.call import Call
@@ -38,6 +40,8 @@ from asyncwg.resource_pool import ResourcePool
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
 
 T = TypeVar("T")
+
+_log: Final = logging.getLogger("asyncwg")
 
 RESERVED: Final = frozenset(
     [
@@ -129,6 +133,9 @@ class WorkerGroup(Surface):
         error_grace: seconds that a call waits for the other ranks after the first has failed.
         on_error: what comes then: ``"abort"`` breaks the group off, ``"wait"`` leaves the others
             running.
+        hang_after: seconds after which a call that still runs is reported, once, to the log ``asyncwg``
+            with the stacks of all ranks; None for never.
+        on_hang: called with each `HangReport` too.
         arena_limit: bytes of large values in shared memory beyond which calls wait for room; None for half
             of the machine's memory.
         arena_timeout: seconds until a call that waits for room fails with `ResourceError`.
@@ -151,6 +158,8 @@ class WorkerGroup(Surface):
         output: str | os.PathLike[str] = "prefix",
         error_grace: float = 0.5,
         on_error: str = "abort",
+        hang_after: float | None = 60.0,
+        on_hang: Callable[[HangReport], None] | None = None,
         arena_limit: int | None = None,
         arena_timeout: float = 30.0,
         **unknown: Any,
@@ -176,7 +185,11 @@ class WorkerGroup(Surface):
         self.resource_pool: Final = resource_pool
         self.cls: Final[type] = cls_with_init.cls
         self._name = _check_name(self.cls.__name__ if name is None else name)
+        if hang_after is not None and hang_after <= 0:
+            raise UsageError(f"hang_after must be more than 0 seconds, not {hang_after!r}")
         self._start_timeout = start_timeout
+        self._hang_after = hang_after
+        self._on_hang = on_hang
         self.options: Final = CallOptions(on_error=on_error)
         self.methods: Final = methods_of(self.cls)
         self.modes: Final = {key: resolve_mode(m.options.mode) for key, m in self.methods.items()}
@@ -276,8 +289,38 @@ class WorkerGroup(Surface):
         table = gang.meshes.get(mesh, [None] * self.world_size)
         return check_mesh(mesh, table).dp_size
 
-    def start_worker_aliveness_check(self, every_n_seconds: float = 1.0) -> None:
-        """Do nothing: a death is always seen, at once. Kept for programs written for verl."""
+    async def stacks(self, timeout: float = 2.0) -> Stacks:
+        """Return the Python stacks of all ranks; ``str()`` of them is a report, equal ones folded.
+
+        Answers while ranks are stuck, also in C code that holds the GIL. Changes nothing.
+
+        Args:
+            timeout: seconds that a rank has to answer.
+        """
+        return await self._running().watch.stacks(timeout=timeout)
+
+    async def check_health(self, timeout: float = 5.0) -> list[float | None]:
+        """Return, by rank, the seconds in which its control lane answers; None where it does not.
+
+        A rank that runs a method answers as soon as the GIL is free; one that does not is stuck in C
+        code, or stopped. Deaths need no check: they are seen at once.
+
+        Raises:
+            GroupBrokenError: the group is broken.
+        """
+        return await self._running().watch.ping(timeout)
+
+    def start_worker_aliveness_check(
+        self,
+        every_n_seconds: float = 1.0,
+        on_death: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Have ``on_death`` called with what broke the group, once, when it breaks.
+
+        Kept for programs written for verl. A death is always seen at once, so ``every_n_seconds`` says
+        nothing here; and the controller is never signalled.
+        """
+        self._running().on_break = on_death
 
     def __getattr__(self, name: str) -> Any:
         methods = self.__dict__.get("methods", {})
@@ -428,10 +471,19 @@ class WorkerGroup(Surface):
             self._state = "closed"
             self._release()
             raise
+        if self._hang_after is None:
+            gang.watch.tell_with(self._tell_hang)
+        else:
+            gang.watch.start(self._hang_after, self._tell_hang)
         self._sender = Sender(loop, gang, self, has_async=self.has_async)
         self._state = "running"
         self._finalizer = weakref.finalize(self, _let_go, loop, gang, self._store)
         self._finalizer.atexit = False
+
+    def _tell_hang(self, report: HangReport) -> None:
+        _log.warning("%s", report)
+        if self._on_hang is not None:
+            self._on_hang(report)
 
     def _release(self) -> None:
         if self._finalizer is not None:

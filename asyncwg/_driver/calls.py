@@ -44,7 +44,7 @@ class Pending:
     """One call that some rank has not answered yet."""
 
     __slots__ = (
-        "call_id", "cleanup", "errors", "joins", "label", "lane", "left", "on_error", "outcome",
+        "call_id", "cleanup", "errors", "hung", "joins", "label", "lane", "left", "on_error", "outcome",
         "ranks", "references", "region", "results", "single", "timer", "unsent", "votes", "watch",
     )  # fmt: skip
 
@@ -81,6 +81,8 @@ class Pending:
         """Blocks that were sent as they are: what is shared."""
         self.unsent: Callable[[], None] | None = None
         """Takes back what no rank has a byte of yet."""
+        self.hung = False
+        """Whether it was reported to hang."""
         self.cleanup: Callable[[], None] | None = None
         """Called when the call is over."""
 
@@ -117,6 +119,7 @@ class Pending:
         errors = [*(self.errors or {}).values(), *also]
         if self.single and not also:
             return errors[0]
+        fold_equal(errors)
         ranks = ", ".join(str(getattr(error, "rank", "?")) for error in errors)
         return WorkerGroupError(
             f"{self.label} failed on {len(errors)} of {len(self.ranks)} ranks (rank {ranks})",
@@ -131,7 +134,7 @@ class Calls:
         loop: the group's.
         ranks: all ranks, by number.
         error_grace: seconds from the first failure of a call until it is told without the rest.
-        broken_off: told the error when that has happened and the call's policy is ``"abort"``.
+        overdue: told of such a call, who waits for it, and the error so far; tells them.
         receive: takes ``(rank, flags, body, n_buffers, wanted)`` of a result and returns its stream and
             buffers, wherever they stand.
         readers_gone: waits until no rank reads some blocks.
@@ -142,26 +145,27 @@ class Calls:
         loop: asyncio.AbstractEventLoop,
         ranks: Sequence[Rank],
         error_grace: float,
-        broken_off: Callable[[Exception], None],
+        overdue: Callable[[Pending, Outcome | None, Exception], None],
         receive: Callable[[int, int, memoryview, int, bool], tuple[memoryview, list[memoryview]]],
         readers_gone: Callable[[Sequence[Block]], Awaitable[None]],
     ) -> None:
         self._loop = loop
         self._ranks = ranks
         self._error_grace = error_grace
-        self._broken_off = broken_off
+        self._overdue = overdue
         self._unpack = receive
         self._readers_gone = readers_gone
         self._pending: dict[int, Pending] = {}
-        self._last_id = 0
+        self.last_id = 0
+        """Number of the newest call."""
         self.load = [0] * len(ranks)
         """Unanswered calls by rank."""
         self._watchers: list[asyncio.Future[None]] = []
 
     def next_id(self) -> int:
         """Return the number of the next call; calls are sent in the order of their numbers."""
-        self._last_id += 1
-        return self._last_id
+        self.last_id += 1
+        return self.last_id
 
     def register(
         self,
@@ -282,6 +286,17 @@ class Calls:
             pending.unsent()
         if outcome is not None:
             outcome.settle(None, error)
+
+    def unreported(self, *, up_to: int) -> list[Pending]:
+        """Return the unanswered calls up to a number that have not been reported, and mark them."""
+        found: list[Pending] = []
+        for pending in self._pending.values():
+            if pending.call_id > up_to:
+                break
+            if not pending.hung:
+                pending.hung = True
+                found.append(pending)
+        return found
 
     def waiting_for(self, rank: int) -> list[Pending]:
         """Return the calls that ``rank`` still owes an answer, oldest first."""
@@ -408,11 +423,39 @@ class Calls:
         error.add_note(
             f"rank {silent} had not answered {self._error_grace} s after the first failure"
         )
-        if pending.on_error == "abort":
-            error.add_note("the group was broken off (on_error='abort'): its processes are ended")
-            self._broken_off(error)
-        if outcome is not None:
-            outcome.settle(None, error)
+        self._overdue(pending, outcome, error)
+
+
+def fold_equal(errors: Sequence[Exception]) -> None:
+    """Tell equal tracebacks once: on the first rank that has one, with the ranks that have the same."""
+    first: dict[Any, Exception] = {}
+    others: dict[int, list[int]] = {}
+    for error in errors:
+        notes = getattr(error, "__notes__", [])
+        if not notes or not notes[-1].startswith("Raised in "):
+            continue
+        where, _, told = notes[-1].partition("\n")
+        twin = first.setdefault((type(error), told), error)
+        if twin is not error:
+            others.setdefault(id(twin), []).append(getattr(error, "rank", -1))
+            notes[-1] = (
+                f"{where.removesuffix(':')}: the same as on rank {getattr(twin, 'rank', '?')}"
+            )
+    for twin in first.values():
+        ranks = others.get(id(twin))
+        if ranks:
+            twin.add_note(f"rank{'s' if len(ranks) > 1 else ''} {_spans(ranks)}: the same")
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Return ``"1-3, 5"`` for 1, 2, 3, 5."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] + 1 == number:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _unreadable(pending: Pending, rank: int, error: BaseException) -> Exception:

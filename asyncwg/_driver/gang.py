@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncwg._driver.arena import arena
-from asyncwg._driver.calls import Calls, Pending
+from asyncwg._driver.calls import Calls, Outcome, Pending
 from asyncwg._driver.guardian import Guardian, interpreter_flags
 from asyncwg._driver.launch import Launch
 from asyncwg._driver.postmortem import explain, oom_kills
 from asyncwg._driver.process import Processes
 from asyncwg._driver.rank import COMPUTE, Rank, RankState
 from asyncwg._driver.transfers import Transfers
+from asyncwg._driver.watch import Watch
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import Buffer, Kind, pack, unpack
 from asyncwg.errors import (
@@ -84,6 +85,8 @@ class Gang:
         """Whether calls may be sent: it has started, and has not broken or ended."""
         self._broken: Exception | None = None
         self._stopping: _Stopping | None = None
+        self.on_break: Callable[[Exception], None] | None = None
+        """Called, in the loop's next turn, with what has broken the group."""
         self.closed = False
         self.meshes: dict[str, list[tuple[int, bool] | None]] = {}
         self._oom_before = oom_kills()
@@ -98,7 +101,7 @@ class Gang:
             loop,
             self._ranks,
             launch.error_grace,
-            self._break,
+            self._overdue,
             self.transfers.receive,
             self.transfers.readers_gone,
         )
@@ -108,6 +111,7 @@ class Gang:
         self._processes = Processes(
             loop, guardian, sock, launch.session, self._exited, self._start_failed
         )
+        self.watch = Watch(loop, self._ranks, self.calls, self._processes, launch.name)
 
     @property
     def broken(self) -> Exception | None:
@@ -240,7 +244,9 @@ class Gang:
             self._stopped(rank)
         elif kind in (Kind.HELD, Kind.STARTED):
             self.calls.vote(rank, call_id, aux, held=kind == Kind.HELD)
-        elif kind != Kind.PONG:
+        elif kind == Kind.PONG:
+            self.watch.pong(call_id)
+        else:
             raise InternalError(f"rank {rank} sent a frame of kind {kind}")
 
     def _error(self, rank: int, call_id: int, failure: failures.Failure) -> None:
@@ -250,6 +256,20 @@ class Gang:
             self._stopped(rank)
             return
         self.calls.error(rank, call_id, failure)
+
+    def _overdue(self, pending: Pending, outcome: Outcome | None, error: Exception) -> None:
+        """A call's other ranks have not answered in time: say where they are, then break off (E-3)."""
+
+        def told() -> None:
+            if pending.on_error == "abort":
+                error.add_note(
+                    "the group was broken off (on_error='abort'): its processes are ended"
+                )
+                self._break(error)
+            if outcome is not None:
+                outcome.settle(None, error)
+
+        self.watch.explain(pending, error, told)
 
     def _lost(self, rank: int, error: BaseException | None) -> None:
         """A stream ended. If the process has not, it has lost its mind or its descriptor: end it."""
@@ -301,6 +321,8 @@ class Gang:
             return
         self._broken = cause
         self.usable = False
+        if self.on_break is not None:
+            self._loop.call_soon(self.on_break, cause)
         for rank in self._ranks:
             self._processes.signal(rank.index, signal.SIGKILL)
         self.calls.fail_all(lambda pending: self._broken_call(pending, cause, explained))
@@ -395,6 +417,7 @@ class Gang:
                 cancelled = error
         for rank in self._ranks:
             rank.close()
+        await self.watch.close()
         self._processes.close()
         self.transfers.close()
         self._launch.output.close()
@@ -405,6 +428,7 @@ class Gang:
         """Let go of everything without waiting: the guardian kills what is left."""
         self.closed = True
         self.usable = False
+        self.watch.stop()
         for rank in self._ranks:
             rank.close()
         self._processes.close()

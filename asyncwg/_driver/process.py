@@ -69,7 +69,7 @@ class Processes:
         """Whether the process of ``rank`` was started and has not been seen to end."""
         return rank in self._pidfds and rank not in self._exited
 
-    def signal(self, rank: int, signum: signal.Signals) -> None:
+    def signal(self, rank: int, signum: int) -> None:
         """Send a signal to a rank's process if it lives. The pidfd can't mean another process."""
         if self.alive(rank):
             with contextlib.suppress(ProcessLookupError):

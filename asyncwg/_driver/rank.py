@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from asyncwg._driver.stacks import StackPipe
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._wire.frames import Buffer
 from asyncwg._wire.launch import BootRecord
@@ -62,6 +63,7 @@ class Rank:
             self._theirs.append(theirs)
             return SocketChannel(loop, ours, deliver, lambda error: lost(index, error))
 
+        self.stacks = StackPipe(loop)
         self.control = make()
         compute = make()
         self.lanes = (compute, make()) if has_async else (compute,)
@@ -74,7 +76,8 @@ class Rank:
         os.write(boot, json.dumps(record).encode())
         control, compute, *lane = (sock.fileno() for sock in self._theirs)
         self._given = (boot, stdout, stderr)
-        return (boot, control, compute, stdout, stderr, arena, *lane)
+        stacks = self.stacks.write
+        return (boot, control, compute, stdout, stderr, arena, stacks, *lane)
 
     def release(self) -> None:
         """Close our copies of the child's ends: only then does its death end the stream."""
@@ -84,6 +87,7 @@ class Rank:
         for fd in self._given:
             os.close(fd)
         self._given = ()
+        self.stacks.release()
 
     def send(self, lane: int, pieces: Sequence[Buffer]) -> None:
         """Send one frame on a lane that runs calls."""
@@ -102,5 +106,6 @@ class Rank:
         for sock in self._theirs:
             sock.close()
         self._theirs.clear()
+        self.stacks.close()
 
     _given: tuple[int, ...] = ()

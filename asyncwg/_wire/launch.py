@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from typing import Any, Final, TypedDict
 
@@ -13,6 +14,8 @@ GUARDIAN_VARIABLE: Final = "ASYNCWG_GUARDIAN"
 MAX_MESSAGE: Final = 128 * 1024
 """Bytes; a message of the guardian's sockets is a small JSON object."""
 MAX_DESCRIPTORS: Final = 16
+STACKS_SIGNAL: Final = signal.SIGRTMAX - 3
+"""Makes a worker write its Python stacks; a real-time signal that nobody uses for anything."""
 
 
 class BootRecord(TypedDict):
@@ -42,6 +45,7 @@ class Descriptors(TypedDict):
     stdout: int
     stderr: int
     arena: int
+    stacks: int
     lane: int | None
     """The async lane's, if there is one."""
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from asyncwg import _linux as linux
-from asyncwg._wire.launch import BootRecord
+from asyncwg._wire.launch import STACKS_SIGNAL, BootRecord
 from asyncwg._worker import context
 
 
@@ -23,7 +23,7 @@ def read_record(fd: int) -> BootRecord:
     return record
 
 
-def prepare(record: BootRecord) -> None:
+def prepare(record: BootRecord, stacks: int) -> None:
     """Make this process what the record says. No user code has run before, or runs here."""
     os.environ.clear()
     os.environ.update(record["env"])
@@ -36,6 +36,7 @@ def prepare(record: BootRecord) -> None:
     # Ctrl-C is the controller's business. A handler, unlike SIG_IGN, is not inherited by programs.
     signal.signal(signal.SIGINT, lambda _signum, _frame: None)
     faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     context.place = context.Place(
         record["group"],
         record["rank"],

@@ -164,7 +164,7 @@ class Guardian:
         return None
 
     def _start(self, session: _Session, request: dict[str, Any], fds: list[int]) -> Newborn | None:
-        boot, control, compute, stdout, stderr, arena, *lane = fds
+        boot, control, compute, stdout, stderr, arena, stacks, *lane = fds
         descriptors = Descriptors(
             boot=boot,
             control=control,
@@ -172,6 +172,7 @@ class Guardian:
             stdout=stdout,
             stderr=stderr,
             arena=arena,
+            stacks=stacks,
             lane=lane[0] if lane else None,
         )
         if request["fresh"]:
@@ -200,7 +201,13 @@ class Guardian:
         # Out of the way first: a target may be the number of another source.
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         sources = [null, given["stdout"], given["stderr"]]
-        sources += [given["boot"], given["control"], given["compute"], given["arena"]]
+        sources += [
+            given["boot"],
+            given["control"],
+            given["compute"],
+            given["arena"],
+            given["stacks"],
+        ]
         if given["lane"] is not None:
             sources.append(given["lane"])
         high = [fcntl_dup(fd) for fd in sources]
@@ -297,7 +304,16 @@ def _become_child(descriptors: Descriptors) -> None:
     os.dup2(descriptors["stdout"], 1)
     os.dup2(descriptors["stderr"], 2)
     given = descriptors
-    keep = {0, 1, 2, given["boot"], given["control"], given["compute"], given["arena"]}
+    keep = {
+        0,
+        1,
+        2,
+        given["boot"],
+        given["control"],
+        given["compute"],
+        given["arena"],
+        given["stacks"],
+    }
     linux.close_all_but(keep | (set() if given["lane"] is None else {given["lane"]}))
 
 
@@ -306,7 +322,7 @@ def fresh_worker(argument: str) -> None:
     from asyncwg._worker.main import main
 
     told = json.loads(argument)
-    boot, control, compute, arena, lane = range(LANES_AT, LANES_AT + 5)
+    boot, control, compute, arena, stacks, lane = range(LANES_AT, LANES_AT + 6)
     for fd in range(LANES_AT, lane + bool(told["lane"])):
         os.set_inheritable(fd, False)
     descriptors = Descriptors(
@@ -316,6 +332,7 @@ def fresh_worker(argument: str) -> None:
         stdout=1,
         stderr=2,
         arena=arena,
+        stacks=stacks,
         lane=lane if told["lane"] else None,
     )
     main(descriptors, told["guardian"])

@@ -29,7 +29,7 @@ def main(descriptors: Descriptors, guardian: int) -> NoReturn:
     blocks = Blocks(descriptors["arena"], record["arena_size"])
     compute = ComputeLane(socket.socket(fileno=descriptors["compute"]))
     control = ControlLane(socket.socket(fileno=descriptors["control"]), compute, blocks)
-    prepare(record)
+    prepare(record, descriptors["stacks"])
     distributed.install_rendezvous()
     code = _serve(compute, control, blocks, descriptors["lane"])
     _finish(code)
