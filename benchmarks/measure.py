@@ -45,11 +45,11 @@ class Values:
                 return (IN_FLIGHT,)
             case "small":
                 return (self.small,)
-            case "broadcast":
+            case "broadcast" | "broadcast_two":
                 return (self.big,)
-            case "scatter" | "echo":
+            case "scatter" | "echo" | "echo_warm":
                 return (self.chunks,)
-            case "gather":
+            case "gather" | "gather_warm":
                 return (self.numel // self.n,)
             case _:
                 return ()

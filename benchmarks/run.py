@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.process import OURS, NoAnswerError, Process
 from benchmarks.results import Results
-from benchmarks.workloads import BIG, BY_NAME, FLOOR_ONLY, WORKERS
+from benchmarks.workloads import BIG, BY_NAME, WORKERS
 
 START_LIMIT, LIMIT = 90.0, 60.0
 TURNS = 3
@@ -84,14 +84,16 @@ class Libraries:
 
 def asked(name: str, workload: str) -> Sequence[str]:
     """Return what a library is asked to measure for a workload: the floor has several ways."""
-    extra = {w.name for w in FLOOR_ONLY}
     if name != "floor":
-        return [workload] if workload not in extra else []
+        return [workload]
     return {
         "one_us": ["pair_us", "one_us", "one_loop_us"],
         "all_us": ["all_us", "all_loop_us"],
         "pipelined_us": ["one_us", "one_loop_us"],
         "small4k_all_us": [],
+        "broadcast_ms": ["broadcast_ms", "broadcast_two_ms"],
+        "echo_ms": ["echo_ms", "echo_warm_ms"],
+        "gather_ms": ["gather_ms", "gather_warm_ms"],
     }.get(workload, [workload])
 
 

@@ -11,9 +11,10 @@ from rich.table import Table
 from benchmarks.loops import LOOPS
 from benchmarks.process import PEERS
 from benchmarks.results import Results, digits, spread
-from benchmarks.workloads import COLD, PEER_TARGETS, WORKLOADS, Workload
+from benchmarks.workloads import COLD, FLOOR_ONLY, PEER_TARGETS, WORKLOADS, Workload
 
 STATES = ("free", "one", "two")
+PLACES = [(loop, state) for loop in LOOPS for state in STATES]
 TITLES = {"torch_pipes": "torch pipes", "monarch": "Monarch", "ray": "Ray"}
 FLOOR_HEAD = ("workload", "loop, CPUs", "floor", "asyncwg", "ratio", "target", "")
 
@@ -41,7 +42,17 @@ def sheets(results: Results) -> list[Sheet]:
         head = ("workload", "asyncwg", *[TITLES.get(peer, peer) for peer in peers])
         lines = [_peer_line(results, spec, peers) for spec in [*WORKLOADS, *COLD]]
         found.append(Sheet("Against the peers", head, lines))
+    ways = [line for spec in FLOOR_ONLY if (line := _way_line(results, spec))]
+    found.append(Sheet("The floor, each way", ("", *[f"{x}, {y}" for x, y in PLACES]), ways))
     return found
+
+
+def _way_line(results: Results, spec: Workload) -> tuple[str, ...] | None:
+    cells = []
+    for loop, state in PLACES:
+        values = results.seconds("floor", loop, spec.name, state)
+        cells.append(spread(values, spec.scale) + f" {spec.unit}" if values else "")
+    return (spec.text, *cells) if any(cells) else None
 
 
 def _floor_line(results: Results, spec: Workload, loop: str, state: str) -> tuple[str, ...] | None:

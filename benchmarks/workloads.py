@@ -69,10 +69,20 @@ WORKLOADS = [
     ),
 ]  # fmt: skip
 FLOOR_ONLY = [
-    Workload("pair_us", "pair", "blocking socket pair", (), "", 0),
-    Workload("one_loop_us", "one_loop", "asyncio echo of one, child with a loop", (), "", 0),
-    Workload("all_loop_us", "all_loop", "asyncio echo of four, children with loops", (), "", 0),
+    Workload("pair_us", "pair", "blocking socket pair, no event loop", (), "", 0),
+    Workload("one_us", "one", "echo of one, child blocks", (), "", 0),
+    Workload("one_loop_us", "one_loop", "echo of one, child runs the loop", (), "", 0),
+    Workload("all_us", "all", "echo of four, children block", (), "", 0),
+    Workload("all_loop_us", "all_loop", "echo of four, children run the loop", (), "", 0),
+    Workload("broadcast_ms", "broadcast", "one memcpy of big", (), "", 0, True),
+    Workload("broadcast_two_ms", "broadcast_two", "the same in two threads", (), "", 0, True),
+    Workload("scatter_ms", "scatter", "memcpy of four quarters", (), "", 0, True),
+    Workload("echo_ms", "echo", "chunk * 1 in four processes", (), "", 0, True),
+    Workload("echo_warm_ms", "echo_warm", "the same, into warm memory", (), "", 0, True),
+    Workload("gather_ms", "gather", "torch.ones in four processes", (), "", 0, True),
+    Workload("gather_warm_ms", "gather_warm", "the same, into warm memory", (), "", 0, True),
 ]
+"""All that the floor measures. What ratios are taken to is said by the workloads."""
 COLD = [
     Workload(
         "start_s", "", "first group, to its first answer", ("import_torch_s",), "import torch", 1.3
@@ -80,7 +90,7 @@ COLD = [
     Workload("second_start_s", "", "a second group", (), "0.05 s", 0.05),
     Workload("close_s", "", "until all processes are gone", (), "0.05 s", 0.05),
 ]
-BY_NAME = {w.name: w for w in [*WORKLOADS, *FLOOR_ONLY, *COLD]}
+BY_NAME = {w.name: w for w in [*FLOOR_ONLY, *WORKLOADS, *COLD]}
 
 PEER_TARGETS = {
     "one_us": {"ray": 15, "monarch": 15, "xoscar": 3},
