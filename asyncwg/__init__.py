@@ -46,7 +46,7 @@ from asyncwg.resource_pool import (
     split_resource_pool,
 )
 from asyncwg.worker import DistGlobalInfo, DistRankInfo, Worker
-from asyncwg.worker_group import ClassWithInitArgs, WorkerGroup
+from asyncwg.worker_group import ClassWithInitArgs, RestartPolicy, WorkerGroup
 
 if TYPE_CHECKING:
     from asyncwg.protocol import (
@@ -79,6 +79,7 @@ __all__ = [
     "ResourceError",
     "ResourcePool",
     "ResourcePoolManager",
+    "RestartPolicy",
     "Shard",
     "UsageError",
     "Worker",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from asyncwg import dispatch
-from asyncwg._driver.calls import Pending
+from asyncwg._driver.calls import Outcome, Pending
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.rank import ASYNC, COMPUTE
 from asyncwg._driver.transfers import Load
@@ -104,6 +104,19 @@ class _Waiting(NamedTuple):
     needs: list[Call[Any]]
 
 
+class _Repeatable:
+    """Outcome of a call that may be sent again when the group breaks; its arguments are kept."""
+
+    def __init__(self, group: Any, job: Job, call: Call[Any]) -> None:
+        self._group = group
+        self._job = job
+        self._call = call
+
+    def settle(self, results: list[Any] | None, error: Exception | None) -> None:
+        if error is None or not self._group.repeat(self._job, self._call, error):
+            self._call.settle(results, error)
+
+
 class _Leaving:
     """Owner of a call that has not been sent."""
 
@@ -115,6 +128,16 @@ class _Leaving:
 
     async def released(self, progress: Any) -> None:
         """Nothing was sent."""
+
+
+def _surface_of(group: Any, ranks: tuple[int, ...]) -> Any:
+    """Return the group, or the view of it that stands for ``ranks``."""
+    if len(ranks) == group.world_size and ranks[0] <= ranks[-1]:
+        return group
+    # Views come from slices, so their ranks are evenly spaced.
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    stop = ranks[-1] + step
+    return group[ranks[0] : stop if stop >= 0 else None : step]
 
 
 class Sender:
@@ -169,6 +192,14 @@ class Sender:
                 self._defer(job, lane, call)
         return call
 
+    def send_again(self, job: Job, call: Call[Any]) -> None:
+        """Send a call that an earlier generation has not answered."""
+        lane = ASYNC if self._has_async and job.method.is_async else COMPUTE
+        try:
+            self._send(job, lane, call)
+        except Exception as error:  # noqa: BLE001  # what would have been raised at the call
+            call.settle(None, error)
+
     def fail_waiting(self, error_of: Callable[[Job], Exception]) -> None:
         """Fail what has not been sent: the group has ended."""
         for queue in self._waiting:
@@ -190,7 +221,8 @@ class Sender:
     def _layout(self, target: Target) -> dispatch.Layout:
         layout = self._layouts.get(target)
         if layout is None:
-            layout = dispatch.Layout(target.ranks, target.single, self._group, self._gang.meshes)
+            surface = _surface_of(self._group, target.ranks)
+            layout = dispatch.Layout(target.ranks, target.single, surface, self._gang.meshes)
             self._layouts[target] = layout
         return layout
 
@@ -220,8 +252,18 @@ class Sender:
             ]
             if plan.index is not None:
                 frames = [frames[each] for each in plan.index]
+        outcome: Outcome = call
+        if method.options.idempotent:
+            outcome = _Repeatable(self._group, job, call)
         pending = self._calls.send(
-            call_id, method.label, target.ranks, lane, frames, call, target.single, options.on_error
+            call_id,
+            method.label,
+            target.ranks,
+            lane,
+            frames,
+            outcome,
+            target.single,
+            options.on_error,
         )
         self._attach(job, call, pending, plan)
 
@@ -251,7 +293,7 @@ class Sender:
             job.method.label,
             job.target.ranks,
             lane,
-            call,
+            _Repeatable(self._group, job, call) if job.method.options.idempotent else call,
             single=job.target.single,
             on_error=job.options.on_error,
         )

@@ -164,14 +164,25 @@ class Surface:
     def _execute(
         self, target: Target, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call[Any]:
-        function = getattr(self.group.cls, name, None)
+        return self.group.submit(self.group.job_for(target, name, args, kwargs))
+
+    def job_for(
+        self, target: Target, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Job:
+        """Return the call of a method that may not be registered.
+
+        Raises:
+            AttributeError: the class has no such method.
+        """
+        cls = self.group.cls
+        function = getattr(cls, name, None)
         if not callable(function):
             raise AttributeError(  # noqa: TRY004  # what a misspelt name raises everywhere
-                f"{self.group.cls.__name__} has no method {name!r}{nearest(name, dir(self.group.cls))}"
+                f"{cls.__name__} has no method {name!r}{nearest(name, dir(cls))}"
             )
-        method = self.group.adhoc(name, f"{self.group.cls.__name__}.{name}", function)
-        job = Job(target, method, Dispatch.ALL_TO_ALL, NO_METHOD, args, kwargs, self.group.options)
-        return self.group.submit(job)
+        method = self.group.adhoc(name, f"{cls.__name__}.{name}", function)
+        options = self.group.options
+        return Job(target, method, Dispatch.ALL_TO_ALL, NO_METHOD, args, kwargs, options)
 
     def proxy(self, name: str) -> Proxy:
         """Return the proxy of a registered method on these ranks."""

@@ -6,38 +6,40 @@ import asyncio
 import inspect
 import logging
 import os
-import threading
-import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from asyncwg import distributed
 from asyncwg._driver.gang import Gang
-from asyncwg._driver.guardian import guardian
-from asyncwg._driver.launch import Spec, encode_init, plan_launch
+from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport, Stacks
-from asyncwg._sender import CallOptions, Job, Sender, Target, nearest
+from asyncwg._generation import Generation
+from asyncwg._restart import RestartPolicy, SavedState
+from asyncwg._sender import CallOptions, Job, Target, nearest
 from asyncwg._surface import WINDOW_BYTES, WINDOW_CALLS, Surface, View
 from asyncwg.call import Call
 from asyncwg.decorator import (
     Method,
     MethodOptions,
+    PerRank,
     kind_of,
     methods_of,
     resolve_mode,
     unregistered_hint,
 )
 from asyncwg.errors import (
+    GroupBrokenError,
     GroupClosedError,
     InternalError,
     UsageError,
+    WorkerDiedError,
     WorkerGroupError,
 )
 from asyncwg.mesh import check_mesh
 from asyncwg.resource_pool import ResourcePool
 
-__all__ = ["ClassWithInitArgs", "WorkerGroup"]
+__all__ = ["ClassWithInitArgs", "RestartPolicy", "WorkerGroup"]
 
 T = TypeVar("T")
 
@@ -136,6 +138,7 @@ class WorkerGroup(Surface):
         hang_after: seconds after which a call that still runs is reported, once, to the log ``asyncwg``
             with the stacks of all ranks; None for never.
         on_hang: called with each `HangReport` too.
+        restart: start it again by itself when it breaks; see `RestartPolicy`.
         arena_limit: bytes of large values in shared memory beyond which calls wait for room; None for half
             of the machine's memory.
         arena_timeout: seconds until a call that waits for room fails with `ResourceError`.
@@ -160,6 +163,7 @@ class WorkerGroup(Surface):
         on_error: str = "abort",
         hang_after: float | None = 60.0,
         on_hang: Callable[[HangReport], None] | None = None,
+        restart: RestartPolicy | None = None,
         arena_limit: int | None = None,
         arena_timeout: float = 30.0,
         **unknown: Any,
@@ -219,13 +223,17 @@ class WorkerGroup(Surface):
             arena_timeout=arena_timeout,
         )
         self._everyone = Target(tuple(range(resource_pool.world_size)), False)
-        self._gang: Gang | None = None
-        self._sender: Sender | None = None
-        self._store: distributed.Store | None = None
+        self._generation: Generation | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state = "new"
-        self._held: str | None = None
         self._finalizer: Any = None
+        self._policy = restart
+        self._saved = SavedState(self._name, None if restart is None else restart.directory)
+        self._restarts = 0
+        self._calls_made = 0
+        self._on_death: Callable[[Exception], None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._repeats: list[tuple[Job, Call[Any]]] = []
 
     @property
     def group(self) -> WorkerGroup:  # type: ignore[override]  # a group is its own surface
@@ -277,7 +285,7 @@ class WorkerGroup(Surface):
     @property
     def master_port(self) -> int:
         """The store's port; 0 while the group does not run."""
-        return 0 if self._store is None else self._store.port
+        return 0 if self._generation is None else self._generation.port
 
     def dp_size(self, mesh: str) -> int:
         """Return the number of data-parallel ranks of a mesh that the workers have registered.
@@ -320,7 +328,8 @@ class WorkerGroup(Surface):
         Kept for programs written for verl. A death is always seen at once, so ``every_n_seconds`` says
         nothing here; and the controller is never signalled.
         """
-        self._running().on_break = on_death
+        self._running()
+        self._on_death = on_death
 
     def __getattr__(self, name: str) -> Any:
         methods = self.__dict__.get("methods", {})
@@ -392,24 +401,58 @@ class WorkerGroup(Surface):
 
         Cancelling it kills at once.
         """
-        gang = self._gang
-        if gang is None or self._state == "closed":
-            self._state = "closed"
+        generation, self._state = self._generation, "closed"
+        if generation is None:
             return
         self._check_loop()
-        self._state = "closed"
-        if self._sender is not None:
-            self._sender.fail_waiting(
-                lambda job: GroupClosedError(
-                    f"{job.method.label} had not been sent when the group closed"
-                )
-            )
-        try:
-            errors = await gang.stop(grace)
-        finally:
-            self._release()
+        self._generation = None
+        self._finalizer.detach()
+        for task in self._tasks:
+            task.cancel()
+        errors = await generation.stop(grace, "was shut down")
+        self._give_up(GroupClosedError(f"group {self._name!r} was shut down"))
         if errors:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self._name!r}", errors)
+
+    async def restart(self, grace: float = 5.0) -> None:
+        """End the processes and start new ones in their place: a new generation of the same group.
+
+        ``__init__`` and ``setup`` run again with the same arguments, then ``load_state(state)`` where
+        the class has it and something was saved (`save`). Calls in flight fail; replies of the old generation reach nobody.
+
+        Args:
+            grace: seconds for the old processes, if they still run.
+
+        Raises:
+            WorkerStartError: the new processes could not start. The group is closed.
+
+        Cancelling it leaves no process, and the group closed.
+        """
+        generation = self._generation
+        if generation is None or self._state not in ("running", "starting"):
+            self._running()
+            return
+        self._check_loop()
+        self._state = "starting"
+        self._generation = None
+        self._finalizer.detach()
+        try:
+            await generation.stop(grace, "was started again")
+        except BaseException:
+            self._state = "closed"
+            raise
+        saved = self._saved.exists and hasattr(self.cls, "load_state")
+        await self._start_generation(await self._saved.get() if saved else None)
+
+    async def save(self) -> None:
+        """Keep what each rank's ``save_state()`` returns, for ``load_state`` after a restart.
+
+        It is kept as `RestartPolicy` says, all ranks' states or none.
+
+        Raises:
+            AttributeError: the class has no ``save_state``.
+        """
+        await self._saved.put(await self.execute_all("save_state"))
 
     async def until_ready(self, ranks: Sequence[int]) -> None:
         """Wait until each rank has room; see `Surface.ready`."""
@@ -418,21 +461,43 @@ class WorkerGroup(Surface):
 
     def submit(self, job: Job) -> Call[Any]:
         """Send a call. For proxies."""
-        gang, sender = self._gang, self._sender
+        generation = self._generation
         try:
             usable = asyncio.get_running_loop() is self._loop
         except RuntimeError:
             usable = False
-        if not usable or gang is None or not gang.usable or sender is None:
+        if not usable or generation is None or not generation.gang.usable:
             self._running()  # says what is wrong
+        sender = None if generation is None else generation.sender
+        if sender is None:
             raise InternalError(f"{self!r} can't take a call")
+        if self._policy is not None and self._policy.save_every is not None:
+            self._count_call(self._policy.save_every)
         return sender.submit(job)
+
+    def repeat(self, job: Job, call: Call[Any], error: Exception) -> bool:
+        """Keep a call that failed because the group broke, to be sent again after the restart.
+
+        Returns False where it is not to be repeated.
+        """
+        if self._policy is None or self._restarts >= self._policy.max_restarts:
+            return False
+        if not isinstance(error, WorkerDiedError | GroupBrokenError):
+            return False
+        self._repeats.append((job, call))
+        return True
+
+    @property
+    def _gang(self) -> Gang | None:
+        return None if self._generation is None else self._generation.gang
 
     def _running(self) -> Gang:
         gang = self._gang
         if gang is None or self._state != "running":
             if self._state == "closed":
                 raise GroupClosedError(f"group {self._name!r} was shut down")
+            if self._state == "starting":
+                raise GroupBrokenError(f"group {self._name!r} is being started: await that first")
             raise GroupClosedError(
                 f"group {self._name!r} has not been started: use 'async with' or await WorkerGroup.start(...)"
             )
@@ -454,46 +519,92 @@ class WorkerGroup(Surface):
     async def _start(self) -> None:
         if self._state != "new":
             raise UsageError(f"group {self._name!r} was started before: make a new one")
-        loop = self._loop = asyncio.get_running_loop()
-        _check_selector(loop)
-        init = encode_init(self._spec)
-        session = uuid.uuid4().hex
+        self._loop = asyncio.get_running_loop()
+        _check_selector(self._loop)
         self._state = "starting"
+        await self._start_generation()
+
+    async def _start_generation(self, states: list[Any] | None = None) -> None:
+        loop = self._loop
+        assert loop is not None
         try:
-            self._held = f"{self._name} ({session[:6]})"
-            devices = self.resource_pool.acquire(self._held)
-            self._store = distributed.Store(loop)
-            keeper = guardian()
-            launch = plan_launch(self._spec, session, devices, self._store.port, keeper, init)
-            gang = self._gang = Gang(loop, launch, keeper)
-            await gang.start(self._start_timeout)
+            generation = await Generation.start(
+                loop, self._spec, self.resource_pool, self._start_timeout
+            )
+            sender = generation.open(loop, self, has_async=self.has_async)
+            if states is not None:
+                # Before anybody else's calls: nobody sees a rank without its state.
+                job = self.job_for(self.target, "load_state", (PerRank(states),), {})
+                try:
+                    await sender.submit(job)
+                except BaseException:
+                    await generation.stop(0, "could not load its state")
+                    raise
         except BaseException:
             self._state = "closed"
-            self._release()
             raise
+        gang = generation.gang
+        gang.on_break = self._broke
         if self._hang_after is None:
             gang.watch.tell_with(self._tell_hang)
         else:
             gang.watch.start(self._hang_after, self._tell_hang)
-        self._sender = Sender(loop, gang, self, has_async=self.has_async)
+        self._generation = generation
         self._state = "running"
-        self._finalizer = weakref.finalize(self, _let_go, loop, gang, self._store)
+        self._finalizer = weakref.finalize(self, generation.let_go(loop))
         self._finalizer.atexit = False
+
+    def _broke(self, cause: Exception) -> None:
+        if self._on_death is not None:
+            self._on_death(cause)
+        if self._policy is not None and self._state == "running":
+            self._spawn(self._restart_by_itself(self._policy))
+
+    async def _restart_by_itself(self, policy: RestartPolicy) -> None:
+        while self._restarts < policy.max_restarts:
+            delay = policy.delay(self._restarts)
+            self._restarts += 1
+            _log.warning("group %r broke and is started again in %g s", self._name, delay)
+            await asyncio.sleep(delay)  # the backoff: whatever broke it may need time to pass
+            try:
+                await self.restart()
+            except Exception as error:  # noqa: BLE001  # told to whoever waits, and to the log
+                _log.error("group %r could not be started again: %s", self._name, error)
+                self._give_up(error)
+                return
+            repeats, self._repeats = self._repeats, []
+            generation = self._generation
+            for job, call in repeats:
+                if generation is not None and generation.sender is not None and not call.done():
+                    generation.sender.send_again(job, call)
+            return
+
+    def _give_up(self, error: Exception) -> None:
+        repeats, self._repeats = self._repeats, []
+        for _, call in repeats:
+            call.settle(None, error)
+
+    def _count_call(self, save_every: int) -> None:
+        self._calls_made += 1
+        if self._calls_made % save_every == 0:
+            self._calls_made = 0
+            self._spawn(self._save_by_itself())
+
+    async def _save_by_itself(self) -> None:
+        try:
+            await self.save()
+        except Exception as error:  # noqa: BLE001  # nobody waits for it: the log is told
+            _log.warning("the state of group %r could not be saved: %s", self._name, error)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _tell_hang(self, report: HangReport) -> None:
         _log.warning("%s", report)
         if self._on_hang is not None:
             self._on_hang(report)
-
-    def _release(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        if self._held is not None:
-            self.resource_pool.release(self._held)
-            self._held = None
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
 
     def _refuse_reserved(self) -> None:
         for proxy, method in self.methods.items():
@@ -532,16 +643,3 @@ def _check_selector(loop: asyncio.AbstractEventLoop) -> None:
     finally:
         os.close(read)
         os.close(write)
-
-
-def _let_go(loop: asyncio.AbstractEventLoop, gang: Gang, store: distributed.Store) -> None:
-    """End a group that its user has dropped without shutting it down."""
-    if loop.is_closed():
-        return  # its sockets go with it, and the guardian kills what was behind them
-
-    def end() -> None:
-        gang.abandon_all()
-        store.close()
-
-    if threading.current_thread() is threading.main_thread() or loop.is_running():
-        loop.call_soon_threadsafe(end)

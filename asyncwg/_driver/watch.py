@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -128,7 +129,7 @@ class Watch:
         number = self._calls.next_id()
         answer: asyncio.Future[None] = self._loop.create_future()
         self._pings[number] = answer
-        start = self._loop.time()
+        start = time.perf_counter()  # a loop's own time may have a resolution of 1 ms
         rank.control.send(pack(Kind.PING, number))
         try:
             async with asyncio.timeout(timeout):
@@ -137,7 +138,7 @@ class Watch:
             return None
         finally:
             del self._pings[number]
-        return self._loop.time() - start
+        return time.perf_counter() - start
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)

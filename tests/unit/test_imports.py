@@ -26,6 +26,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_worker", "_driver"),
     ("call", "_share"),
     ("_sender",),
+    ("_generation", "_restart"),
     ("_surface",),
     ("worker_group",),
     ("colocated", "blocking", "testing"),

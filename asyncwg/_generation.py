@@ -1,0 +1,102 @@
+"""One generation of a group: its processes, its rendezvous, its hold on the pool's devices."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from asyncwg import distributed
+from asyncwg._driver.gang import Gang
+from asyncwg._driver.guardian import guardian
+from asyncwg._driver.launch import Spec, encode_init, plan_launch
+from asyncwg._sender import Job, Sender
+from asyncwg.errors import GroupClosedError
+from asyncwg.resource_pool import ResourcePool
+
+
+class Generation:
+    """Made by `start`; a restart makes another one. Belongs to the loop it was started in.
+
+    Attributes:
+        gang: its processes.
+        sender: the way to them.
+        port: where its ranks meet for ``torch.distributed``.
+    """
+
+    def __init__(self, pool: ResourcePool, held: str, store: distributed.Store, gang: Gang) -> None:
+        self._pool = pool
+        self._held = held
+        self._store = store
+        self.port = store.port
+        self.gang = gang
+        self.sender: Sender | None = None
+
+    @classmethod
+    async def start(
+        cls, loop: asyncio.AbstractEventLoop, spec: Spec, pool: ResourcePool, timeout: float | None
+    ) -> Generation:
+        """Start all ranks and wait until they are ready.
+
+        Raises:
+            UsageError: the class can't be pickled.
+            ResourceError: the pool's devices are taken.
+            WorkerStartError: what each failed rank raised.
+
+        However it ends but well, nothing is left of it.
+        """
+        init = encode_init(spec)
+        session = uuid.uuid4().hex
+        held = f"{spec.name} ({session[:6]})"
+        devices = pool.acquire(held)
+        store: distributed.Store | None = None
+        try:
+            store = distributed.Store(loop)
+            keeper = guardian()
+            launch = plan_launch(spec, session, devices, store.port, keeper, init)
+            gang = Gang(loop, launch, keeper)
+            await gang.start(timeout)
+        except BaseException:
+            pool.release(held)
+            if store is not None:
+                store.close()
+            raise
+        return cls(pool, held, store, gang)
+
+    def open(self, loop: asyncio.AbstractEventLoop, group: Any, *, has_async: bool) -> Sender:
+        """Take calls from now on, through what is returned."""
+        self.sender = Sender(loop, self.gang, group, has_async=has_async)
+        return self.sender
+
+    async def stop(self, grace: float, why: str) -> list[Exception]:
+        """End it within ``grace`` seconds; return what ``close()`` raised. Cancelling it kills at once."""
+
+        def unsent(job: Job) -> Exception:
+            return GroupClosedError(f"{job.method.label} had not been sent when the group {why}")
+
+        if self.sender is not None:
+            self.sender.fail_waiting(unsent)
+        try:
+            return await self.gang.stop(grace)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Give back the devices and the port."""
+        self._pool.release(self._held)
+        self._store.close()
+
+    def let_go(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+        """Return what ends it when its user has dropped the group without shutting it down."""
+        gang, release = self.gang, self.release
+
+        def end() -> None:
+            gang.abandon_all()
+            release()
+
+        def tell_loop() -> None:
+            if not loop.is_closed():  # else its sockets go with it, and the guardian does the rest
+                loop.call_soon_threadsafe(end)
+
+        return tell_loop
