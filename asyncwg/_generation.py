@@ -11,6 +11,7 @@ from asyncwg import distributed
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.guardian import guardian
 from asyncwg._driver.launch import Spec, encode_init, plan_launch
+from asyncwg._inline import InlineGang
 from asyncwg._sender import Job, Sender
 from asyncwg.errors import GroupClosedError
 from asyncwg.resource_pool import ResourcePool
@@ -25,11 +26,13 @@ class Generation:
         port: where its ranks meet for ``torch.distributed``.
     """
 
-    def __init__(self, pool: ResourcePool, held: str, store: distributed.Store, gang: Gang) -> None:
+    def __init__(
+        self, gang: Gang, pool: ResourcePool, held: str, store: distributed.Store | None
+    ) -> None:
         self._pool = pool
         self._held = held
         self._store = store
-        self.port = store.port
+        self.port = 0 if store is None else store.port
         self.gang = gang
         self.sender: Sender | None = None
 
@@ -46,6 +49,10 @@ class Generation:
 
         However it ends but well, nothing is left of it.
         """
+        if spec.executor == "inline":
+            fake: Any = InlineGang(loop, spec)
+            await fake.start(timeout)
+            return cls(fake, pool, "", None)
         init = encode_init(spec)
         session = uuid.uuid4().hex
         held = f"{spec.name} ({session[:6]})"
@@ -62,7 +69,7 @@ class Generation:
             if store is not None:
                 store.close()
             raise
-        return cls(pool, held, store, gang)
+        return cls(gang, pool, held, store)
 
     def open(self, loop: asyncio.AbstractEventLoop, group: Any, *, has_async: bool) -> Sender:
         """Take calls from now on, through what is returned."""
@@ -85,7 +92,8 @@ class Generation:
     def release(self) -> None:
         """Give back the devices and the port."""
         self._pool.release(self._held)
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def let_go(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Return what ends it when its user has dropped the group without shutting it down."""

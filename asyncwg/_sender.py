@@ -336,7 +336,8 @@ class Sender:
             raise
         except Exception as error:
             raise self._unsendable(job, args, kwargs, error) from error
-        return Load(kind, EXTRAS if extras else 0, number, encoded, shipment(encoded))
+        large = None if self._gang.transfers is None else shipment(encoded)
+        return Load(kind, EXTRAS if extras else 0, number, encoded, large)
 
     def _unsendable(
         self, job: Job, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception

@@ -139,6 +139,8 @@ class WorkerGroup(Surface):
             with the stacks of all ranks; None for never.
         on_hang: called with each `HangReport` too.
         restart: start it again by itself when it breaks; see `RestartPolicy`.
+        executor: ``"process"``, or ``"inline"`` for all ranks in this process, one after another: for
+            tests and pdb, without process groups and without an environment of their own.
         arena_limit: bytes of large values in shared memory beyond which calls wait for room; None for half
             of the machine's memory.
         arena_timeout: seconds until a call that waits for room fails with `ResourceError`.
@@ -164,6 +166,7 @@ class WorkerGroup(Surface):
         hang_after: float | None = 60.0,
         on_hang: Callable[[HangReport], None] | None = None,
         restart: RestartPolicy | None = None,
+        executor: str = "process",
         arena_limit: int | None = None,
         arena_timeout: float = 30.0,
         **unknown: Any,
@@ -184,6 +187,8 @@ class WorkerGroup(Surface):
                 f"start_method must be 'forkserver', 'spawn' or None, not {start_method!r}: forking the "
                 "controller would copy its threads' locks"
             )
+        if executor not in ("process", "inline"):
+            raise UsageError(f"executor must be 'process' or 'inline', not {executor!r}")
         if error_grace < 0:
             raise UsageError(f"error_grace must be 0 seconds or more, not {error_grace!r}")
         self.resource_pool: Final = resource_pool
@@ -219,6 +224,7 @@ class WorkerGroup(Surface):
             preload=None if preload is None else list(preload),
             output=output,
             error_grace=error_grace,
+            executor=executor,
             arena_limit=arena_limit,
             arena_timeout=arena_timeout,
         )
@@ -418,7 +424,8 @@ class WorkerGroup(Surface):
         """End the processes and start new ones in their place: a new generation of the same group.
 
         ``__init__`` and ``setup`` run again with the same arguments, then ``load_state(state)`` where
-        the class has it and something was saved (`save`). Calls in flight fail; replies of the old generation reach nobody.
+        the class has it and something was saved (`save`). Calls in flight fail; replies of the old
+        generation reach nobody.
 
         Args:
             grace: seconds for the old processes, if they still run.

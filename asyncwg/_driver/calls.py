@@ -114,10 +114,10 @@ class Pending:
             cleanup()
         return outcome
 
-    def combined(self, also: Sequence[Exception] = ()) -> Exception:
+    def combined(self) -> Exception:
         """Make one exception of what the ranks raised."""
-        errors = [*(self.errors or {}).values(), *also]
-        if self.single and not also:
+        errors = list((self.errors or {}).values())
+        if self.single:
             return errors[0]
         fold_equal(errors)
         ranks = ", ".join(str(getattr(error, "rank", "?")) for error in errors)

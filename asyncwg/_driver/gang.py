@@ -330,11 +330,14 @@ class Gang:
     def _broken_call(
         self, pending: Pending, cause: Exception, explained: Callable[[Pending], Exception] | None
     ) -> Exception:
-        if pending.errors:
-            # What the ranks raised before the end came is the better news.
-            return pending.combined([explained(pending)] if explained is not None else [])
         if explained is not None:
-            return explained(pending)
+            died = explained(pending)
+            for rank, error in (pending.errors or {}).items():
+                # Often the death's own echo, from a collective whose peer has gone.
+                died.add_note(f"rank {rank} had raised {type(error).__name__}: {error}")
+            return died
+        if pending.errors:
+            return pending.combined()
         if isinstance(cause, UsageError | InternalError):
             return cause
         error = GroupBrokenError(

@@ -40,6 +40,8 @@ class Spec:
     preload: Sequence[str] | None
     output: str | os.PathLike[str]
     error_grace: float
+    executor: str
+    """``"process"`` or ``"inline"``."""
     arena_limit: int | None
     arena_timeout: float
 
