@@ -75,7 +75,8 @@ class InlineRank:
         encoded = codec.encode((spec.args, dict(spec.kwargs)))
         args, kwargs = codec.decode(encoded.stream, [bytearray(b) for b in inline(encoded.buffers)])
         with self._here():
-            worker = spec.cls.__new__(spec.cls)
+            cls: Any = spec.cls
+            worker = cls.__new__(cls)
             with contextlib.suppress(AttributeError):  # a class with slots asks its place each time
                 vars(worker).update(
                     rank=self._place.rank,
