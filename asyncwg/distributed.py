@@ -269,8 +269,28 @@ def _meet(url: str, given: dict[str, timedelta]) -> Iterator[Any]:
     _inits += 1
     # A second init in one process must not read what the first one wrote.
     prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
-    yield prefixed(f"asyncwg/{_inits}", store), rank, world_size
+    own = prefixed(f"asyncwg/{_inits}", store)
+    _wait_for_all(own, rank, world_size)
+    yield own, rank, world_size
     raise RuntimeError("a rendezvous happens once per init_process_group")
+
+
+def _wait_for_all(store: Any, rank: int, world_size: int) -> None:
+    """Wait for every rank, and say which has not come; torch tells the name of a key."""
+    import torch.distributed as dist  # import here: torch is loaded already
+
+    keys = [f"here/{each}" for each in range(world_size)]
+    store.set(keys[rank], b"")
+    try:
+        store.wait(keys)
+    except dist.DistStoreError as error:
+        missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        raise dist.DistStoreError(
+            f"rank {', '.join(missing)} of {world_size} ranks has not called init_process_group, and "
+            f"rank {rank} has waited for it as long as it may"
+        ) from error
 
 
 def init_process_group(
