@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple
 
 from asyncwg import dispatch
 from asyncwg._driver.calls import Outcome, Pending
+from asyncwg._driver.departure import Load
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.rank import ASYNC, COMPUTE
-from asyncwg._driver.transfers import Load
 from asyncwg._wire import codec
 from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, pack
 from asyncwg._wire.shipment import shipment
