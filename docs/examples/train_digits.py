@@ -65,7 +65,7 @@ class Trainer(Worker):
 async def train(workers: int, steps: list[DataProto], test: DataProto) -> tuple[Tensor, float]:
     history = []  # of each step: the loss, then the seconds of each part
     async with WorkerGroup(ResourcePool([workers]), ClassWithInitArgs(Trainer, lr=0.1)) as wg:
-        for batch in track(steps, f"{workers} workers"):
+        for batch in track(steps, f"workers: {workers}"):
             start = perf_counter()
             call = wg.train_step(batch, rows=len(batch))  # goes off here: each rank gets a shard
             sent = perf_counter() - start
