@@ -43,7 +43,7 @@ fix: $(VENV)/.installed-dev  ## mend what ruff can mend
 	$(BIN)/python -m ruff check --fix
 	$(BIN)/python -m ruff format
 
-demo: $(VENV)/.installed-demo  ## train on handwritten digits with four workers
+demo: $(VENV)/.installed-demo  ## train on handwritten digits, on every GPU or two CPU workers
 	$(BIN)/python docs/examples/train_digits.py $(ARGS)
 
 # The peers ask for versions of their own, so they have a folder of their own.

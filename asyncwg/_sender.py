@@ -29,13 +29,14 @@ from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, 
 from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
 from asyncwg._worker import context
-from asyncwg.call import Call
+from asyncwg.call import Call, Collect
 from asyncwg.decorator import Dispatch, Execute, Method, Mode, Uneven
 from asyncwg.errors import CallTimeoutError, ResourceError, UsageError
 
 _CALL: Final = int(Kind.CALL)
 # Looked up on every call, where an attribute of a class costs more than a name of the module.
 _ALL: Final = Execute.ALL
+_HEADER_PACK: Final = HEADER.pack
 _RANK_ZERO: Final = Dispatch.RANK_ZERO
 _NOTHING: Final = dispatch.Payload((), {}, None)
 
@@ -93,6 +94,38 @@ class Job(NamedTuple):
     def is_plain(self) -> bool:
         """Whether the rank needs to be told nothing but the method's number."""
         return self.options.timeout is None and self.number != NO_METHOD
+
+
+class Quick(NamedTuple):
+    """A call without arguments that every rank gets alike, taken apart beforehand."""
+
+    job: Job
+    label: str
+    ranks: tuple[int, ...]
+    single: bool
+    lane: int
+    number: int
+    collect: Collect
+    on_error: str
+
+
+def quick_of(job: Job) -> Quick | None:
+    """Return the call without arguments in its quick form, or None where it has none."""
+    options, method = job.options, job.method
+    if (
+        job.mode not in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+        or method.options.execute is not Execute.ALL
+        or method.options.idempotent
+        or not job.is_plain
+        or options.hang_after is not None
+    ):
+        return None
+    ranks, single = job.target
+    plan = dispatch.plan(
+        method, job.mode, (), {}, dispatch.Layout(ranks, single, None, {}), options.uneven
+    )
+    lane = ASYNC if method.is_async else COMPUTE
+    return Quick(job, method.label, ranks, single, lane, job.number, plan.collect, options.on_error)
 
 
 class _Waiting(NamedTuple):
@@ -190,6 +223,19 @@ class Sender:
                 self._send(job, lane, call)
             except codec.UnresolvedError:  # one is hidden in a container
                 self._defer(job, lane, call)
+        return call
+
+    def submit_quick(self, quick: Quick) -> Call[Any]:
+        """Send a call without arguments: what `submit` does for it, without a look at anything."""
+        job, label, ranks, single, lane, number, collect, on_error = quick
+        if self._waiting[lane] or context.running.get() is not None:
+            return self.submit(job)
+        call: Call[Any] = Call(self._loop, label)
+        calls = self._calls
+        calls.last_id = call_id = calls.last_id + 1
+        frame: list[Buffer] = [_HEADER_PACK(0, call_id, _CALL, NONE, number, 0)]
+        pending = calls.send(call_id, label, ranks, lane, (frame,), call, single, on_error)
+        call.attach(pending, collect, calls)
         return call
 
     def send_again(self, job: Job, call: Call[Any]) -> None:

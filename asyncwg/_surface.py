@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncwg._sender import CallOptions, Job, Target, nearest
+from asyncwg._sender import CallOptions, Job, Quick, Target, nearest, quick_of
 from asyncwg._wire.frames import NO_METHOD, Kind
 from asyncwg.call import Call
 from asyncwg.decorator import CustomMode, Dispatch, Method, Mode
@@ -35,6 +35,7 @@ class Proxy:
         self._number = number
         self._options = options
         self._fixed = (surface, method, mode, number, options)
+        self._quick: Quick | None = None
         self._shapes: set[tuple[Any, ...]] = set()
         self.__name__ = method.name
         self.__qualname__ = method.label
@@ -56,10 +57,16 @@ class Proxy:
             GroupClosedError: the group does not run.
             GroupBrokenError: it broke.
         """
+        if not args and not kwargs and self._quick is not None:
+            return self._surface.group.submit_quick(self._quick)
         shape = (len(args), *kwargs)
         if shape not in self._shapes:
             self._check(args, kwargs)
             self._shapes.add(shape)
+            if shape == (0,):
+                self._quick = quick_of(
+                    Job(self._surface.target, *self._fixed[1:4], (), {}, self._options)
+                )
         surface, method, mode, number, options = self._fixed
         return surface.group.submit(
             Job(surface.target, method, mode, number, args, kwargs, options)

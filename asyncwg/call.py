@@ -65,15 +65,15 @@ class Call(asyncio.Future[T], Coroutine[Any, Any, T]):
     Groups make calls; there is no other way to get one. It is a future of the group's loop.
     """
 
-    __slots__ = ("_collect", "_iterators", "_label", "_owner", "_progress")
+    # What most calls never need stands on the class: making a call costs less so.
+    _progress: Progress | None = None
+    _collect: Collect | None = None
+    _owner: Owner | None = None
+    _iterators: dict[Any, Generator[Any, None, T]] | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, label: str) -> None:
         super().__init__(loop=loop)
         self._label = label
-        self._progress: Progress | None = None
-        self._collect: Collect | None = None
-        self._owner: Owner | None = None
-        self._iterators: dict[Any, Generator[Any, None, T]] | None = None
 
     def attach(self, progress: Progress | None, collect: Collect | None, owner: Owner) -> None:
         """Take note of who carries it out. For the group that made it.

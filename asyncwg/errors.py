@@ -1,14 +1,16 @@
 """Every error that asyncwg raises, split by what the reader does next.
 
-====================== ===================================================================
-``UsageError``         fix the call (``DispatchError``: its arguments; ``ResourceError``: its
-devices) ``WorkerError``        a method raised something that could not travel as itself
+====================== ==========================================================================
+``UsageError``         fix the call (``DispatchError``: its arguments; ``ResourceError``: resources)
+``WorkerError``        a method raised something that could not travel as itself
 ``WorkerGroupError``   one call failed on several ranks: an ``ExceptionGroup`` of the originals
-``WorkerStartError``   the same, for the start of a group: no process is left ``WorkerDiedError``
-a process ended while it still owed an answer ``GroupClosedError``   *you* closed the group
-``GroupBrokenError``   *it* broke earlier; start it again ``CallTimeoutError``   the deadline of a
-call passed ``InternalError``      a mistake of asyncwg's own: please report it
-====================== ===================================================================
+``WorkerStartError``   the same, for the start of a group: no process is left
+``WorkerDiedError``    a process ended while it still owed an answer
+``GroupClosedError``   *you* closed the group
+``GroupBrokenError``   *it* broke earlier; start it again
+``CallTimeoutError``   the deadline of a call passed
+``InternalError``      a mistake of asyncwg's own: please report it
+====================== ==========================================================================
 
 A method that raises on one rank raises the original exception in the controller, not one of these.
 Every class keeps its fields through pickle.

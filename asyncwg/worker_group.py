@@ -16,7 +16,7 @@ from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._generation import Generation
 from asyncwg._restart import RestartPolicy, SavedState
-from asyncwg._sender import CallOptions, Job, Target, nearest
+from asyncwg._sender import CallOptions, Job, Quick, Target, nearest
 from asyncwg._surface import WINDOW_BYTES, WINDOW_CALLS, Surface, View
 from asyncwg.call import Call
 from asyncwg.decorator import (
@@ -481,6 +481,19 @@ class WorkerGroup(Surface):
         if self._policy is not None and self._policy.save_every is not None:
             self._count_call(self._policy.save_every)
         return sender.submit(job)
+
+    def submit_quick(self, quick: Quick) -> Call[Any]:
+        """Send a call without arguments. For proxies."""
+        generation = self._generation
+        if (
+            generation is None
+            or generation.sender is None
+            or not generation.gang.usable
+            or self._policy is not None
+            or asyncio.get_running_loop() is not self._loop
+        ):
+            return self.submit(quick.job)
+        return generation.sender.submit_quick(quick)
 
     def repeat(self, job: Job, call: Call[Any], error: Exception) -> bool:
         """Keep a call that failed because the group broke, to be sent again after the restart.

@@ -43,10 +43,25 @@ class Region(NamedTuple):
 class Pending:
     """One call that some rank has not answered yet."""
 
-    __slots__ = (
-        "call_id", "cleanup", "errors", "hung", "joins", "label", "lane", "left", "on_error", "outcome",
-        "ranks", "references", "region", "results", "single", "timer", "unsent", "votes", "watch",
-    )  # fmt: skip
+    # What most calls never need stands on the class: making a call costs less so.
+    errors: dict[int, Exception] | None = None
+    """By rank, the first to fail first."""
+    votes: dict[int, bool] | None = None
+    timer: asyncio.TimerHandle | None = None
+    watch: Callable[[], None] | None = None
+    """Called whenever a rank has answered."""
+    joins: Sequence[int] = ()
+    """The ranks whose results will be joined, in that order."""
+    region: Region | None = None
+    """Where they are to stand side by side."""
+    references: Sequence[Block] = ()
+    """Blocks that were sent as they are: what is shared."""
+    unsent: Callable[[], None] | None = None
+    """Takes back what no rank has a byte of yet."""
+    hung: bool = False
+    """Whether it was reported to hang."""
+    cleanup: Callable[[], None] | None = None
+    """Called when the call is over."""
 
     def __init__(
         self,
@@ -67,24 +82,6 @@ class Pending:
         self.on_error = on_error
         self.left = len(ranks)
         self.results: dict[int, Any] = {}
-        self.errors: dict[int, Exception] | None = None
-        """By rank, the first to fail first."""
-        self.votes: dict[int, bool] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.watch: Callable[[], None] | None = None
-        """Called whenever a rank has answered."""
-        self.joins: Sequence[int] = ()
-        """The ranks whose results will be joined, in that order."""
-        self.region: Region | None = None
-        """Where they are to stand side by side."""
-        self.references: Sequence[Block] = ()
-        """Blocks that were sent as they are: what is shared."""
-        self.unsent: Callable[[], None] | None = None
-        """Takes back what no rank has a byte of yet."""
-        self.hung = False
-        """Whether it was reported to hang."""
-        self.cleanup: Callable[[], None] | None = None
-        """Called when the call is over."""
 
     def owes(self, rank: int) -> bool:
         """Whether ``rank`` still has to answer."""

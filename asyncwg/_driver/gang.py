@@ -166,6 +166,7 @@ class Gang:
             many = list(error.exceptions) if isinstance(error, WorkerGroupError) else [error]
             raise self._start_error(many) from None
         except BaseException:
+            starting.done.cancel()  # nobody waits for it any more
             with contextlib.suppress(asyncio.CancelledError):
                 await self.kill()
             raise

@@ -56,7 +56,8 @@ class Blocks:
         """Readable when something was let go that no answer will carry."""
         self._gone: collections.deque[tuple[int, int]] = collections.deque()
         self._waiting: dict[int, Callable[[Grant], None]] = {}
-        self._answering: int | None = None
+        self.answering: int | None = None
+        """The thread that will soon send an answer, which carries what is let go until then."""
 
     def unpack(
         self, body: memoryview, n_buffers: int, flags: int
@@ -68,10 +69,6 @@ class Blocks:
         blocks = [self.mapping.receive(offset, size) for offset, size in placed.blocks]
         buffers = [blocks[n][place : place + size] for size, n, place in placed.buffers]
         return (stream, buffers) if stream else (buffers.pop(), buffers)
-
-    def answering(self, *, yes: bool) -> None:
-        """Say that this thread will soon send an answer, which carries what is let go until then."""
-        self._answering = threading.get_ident() if yes else None
 
     def let_go(self) -> list[Buffer] | None:
         """Return the frame that tells what was let go, or None."""
@@ -122,5 +119,5 @@ class Blocks:
 
     def _let_go(self, offset: int, count: int) -> None:
         self._gone.append((offset, count))
-        if self._answering != threading.get_ident():
+        if self.answering != threading.get_ident():
             os.eventfd_write(self.woken, 1)

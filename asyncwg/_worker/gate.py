@@ -17,7 +17,8 @@ class Gate:
     """The gate of one lane. ``enter`` and ``leave`` belong to the lane, the rest to the control lane."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._wake = wake
         self._last = 0
         self._held: set[int] = set()
@@ -26,29 +27,30 @@ class Gate:
 
     def enter(self, call: CurrentCall) -> bool:
         """Start ``call`` unless it was dropped; wait while it is held. Returns whether to run it."""
-        with self._changed:
-            if self._held or self._dropped:
-                while call.id in self._held:
-                    self._changed.wait()
-                if call.id in self._dropped:
-                    self._dropped.discard(call.id)
-                    self._last = call.id
-                    return False
-            self._last = call.id
-            self._running[call.id] = call
-            return True
+        with self._lock:
+            while self._held and call.id in self._held:
+                self._changed.wait()
+            return self._start(call)
 
     def try_enter(self, call: CurrentCall) -> bool | None:
         """As ``enter``; None instead of waiting, and then the ``wake`` of the gate tells when to retry."""
-        with self._changed:
+        with self._lock:
             if call.id in self._held:
                 return None
-        return self.enter(call)
+            return self._start(call)
+
+    def _start(self, call: CurrentCall) -> bool:
+        self._last = call.id
+        if self._dropped and call.id in self._dropped:
+            self._dropped.discard(call.id)
+            return False
+        self._running[call.id] = call
+        return True
 
     def leave(self, call: CurrentCall) -> None:
         """Take note that ``call`` has ended."""
-        with self._changed:
-            self._running.pop(call.id, None)
+        # Of the methods of a dict, each is one step: the control lane sees the call or does not.
+        self._running.pop(call.id, None)
 
     def hold(self, call_id: int) -> bool:
         """Keep a call from starting. Returns False if it has started, or ended, already."""

@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._transport.blocking import BlockingChannel
@@ -32,6 +32,8 @@ from asyncwg._worker.context import CurrentCall
 from asyncwg._worker.gate import Gate
 from asyncwg._worker.service import Request, Service
 
+_STOP: Final = int(Kind.STOP)
+
 
 class ComputeLane:
     """Runs ``def`` methods. Everything here happens in the main thread."""
@@ -42,6 +44,7 @@ class ComputeLane:
         self.stopping = False
         self._service: Service | None = None
         self._blocks: Blocks | None = None
+        self._thread = threading.get_ident()
         self._stop_id: int | None = None
 
     def wait_for(self, kind: Kind) -> tuple[memoryview, int, int]:
@@ -71,14 +74,14 @@ class ComputeLane:
     def _deliver(
         self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
     ) -> None:
-        if kind == Kind.STOP:
+        if kind == _STOP:
             self._stop_id = call_id
         elif not self.stopping and self._stop_id is None:
             blocks = self._blocks
             assert blocks is not None
-            blocks.answering(yes=True)
+            blocks.answering = self._thread
             reply = self._run(call_id, kind, flags, aux, n_buffers, body)
-            blocks.answering(yes=False)
+            blocks.answering = None
             # Here the arguments are gone: what they stood in is told with the answer.
             gone = blocks.let_go()
             if gone is not None:

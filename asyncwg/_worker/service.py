@@ -50,6 +50,9 @@ class Service:
             UnreadableError: the arguments don't unpickle here.
             AttributeError: there is no such method.
         """
+        if flags & NONE and aux != NO_METHOD:
+            call = CurrentCall(call_id, self._labels[aux])
+            return Request(call, getattr(self.worker, self._names[aux]), (), {})
         extras: dict[str, Any] = {}
         args: Sequence[Any] = ()
         kwargs: dict[str, Any] = {}
