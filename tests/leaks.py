@@ -208,6 +208,30 @@ async def bounded(awaitable: Awaitable[T], seconds: float = 10.0) -> T:
     return task.result()
 
 
+class Heartbeat:
+    """The longest time that the running loop did not come round to what was due."""
+
+    def __init__(self, every: float = 0.01) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._every = every
+        self._last = self._loop.time()
+        self.longest = 0.0
+        self._timer = self._loop.call_later(every, self._beat)
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        self.longest = max(self.longest, now - self._last - self._every)
+        self._last = now
+        self._timer = self._loop.call_later(self._every, self._beat)
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.longest = max(self.longest, self._loop.time() - self._last - self._every)
+        self._timer.cancel()
+
+
 async def _result_of(awaitable: Awaitable[T]) -> T:
     return await awaitable
 

@@ -19,8 +19,8 @@ from tensordict import TensorDict
 from asyncwg import WorkerError, WorkerGroup, WorkerGroupError
 from asyncwg.protocol import DataProto
 from tests.hostile import HOW, TEXT, Hostile, HostileBaseError, HostileError, UnprintableError
-from tests.leaks import bounded
-from tests.process.workers_values import Echo, Heartbeat, group
+from tests.leaks import Heartbeat, bounded
+from tests.process.workers_values import Echo, group
 
 
 @pytest_asyncio.fixture
@@ -53,7 +53,7 @@ def alike(value: Any, other: Any) -> bool:
 
 
 async def test_what_is_empty_comes_back_as_it_is(wg: WorkerGroup) -> None:
-    """ "Bad file descriptor": https://github.com/pytorch/pytorch/issues/5719."""
+    """An empty tensor was a "bad file descriptor": https://github.com/pytorch/pytorch/issues/5719."""
     values = [
         torch.empty(0, 5), np.empty((0, 3)), b"", [], torch.tensor(3.5), np.array(3.5), None, {},
         torch.zeros(0, dtype=torch.bfloat16),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,30 +29,6 @@ def group(cls: type, ranks: int = 2, *args: Any, **options: Any) -> WorkerGroup:
     """Return a group of ``cls`` on CPUs, not started; ``options`` are the group's."""
     pool = ResourcePool([ranks], use_gpu=False)
     return WorkerGroup(pool, ClassWithInitArgs(cls, *args), start_timeout=60, **options)
-
-
-class Heartbeat:
-    """The longest time that the running loop did not come round to what was due."""
-
-    def __init__(self, every: float = 0.01) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._every = every
-        self._last = self._loop.time()
-        self.longest = 0.0
-        self._timer = self._loop.call_later(every, self._beat)
-
-    def _beat(self) -> None:
-        now = self._loop.time()
-        self.longest = max(self.longest, now - self._last - self._every)
-        self._last = now
-        self._timer = self._loop.call_later(self._every, self._beat)
-
-    def __enter__(self) -> Heartbeat:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.longest = max(self.longest, self._loop.time() - self._last - self._every)
-        self._timer.cancel()
 
 
 class Echo(Worker):
@@ -380,36 +353,3 @@ class Collective(Worker):
         if self.rank == rank:
             raise ValueError("bad row 7")
         dist.init_process_group("gloo")
-
-
-class Place(Worker):
-    """Says where it is and what surrounds it."""
-
-    def __init__(self, probe: str | None = None) -> None:
-        super().__init__()
-        self.probe: Any = None if probe is None else importlib.import_module(probe)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def environment(self, *names: str) -> dict[str, str | None]:
-        return {name: os.environ.get(name) for name in names}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def seen_at_import(self) -> Any:
-        """What the probe module saw when it was imported."""
-        return self.probe.SEEN
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def properties(self) -> tuple[int, int, int, int]:
-        return self.rank, self.world_size, self.local_rank, self.local_world_size
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def threads(self) -> int:
-        return torch.get_num_threads()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def whereabouts(self) -> tuple[str, list[str], list[str]]:
-        return os.getcwd(), list(sys.path), list(sys.argv)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def random_numbers(self) -> tuple[float, float]:
-        return float(np.random.rand()), float(np.random.default_rng().random())
