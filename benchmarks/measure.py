@@ -73,29 +73,40 @@ class Values:
             raise AssertionError(f"{method} gave a wrong answer")
 
 
-async def repetition(adapter: Adapter, workload: str, values: Values, *, first: bool) -> float:
-    """Return the seconds of one call: the median of a burst, or a single one if values are big.
+async def repetition(
+    adapter: Adapter, workload: str, values: Values, *, check: bool
+) -> tuple[float, float | None]:
+    """Return the seconds of one call, and of big values also those of the call before it.
 
-    The median of single calls, not the mean, because other programs run on the same machine.
+    Of short calls it is the median of a burst. The median and not the mean, because other programs
+    run on the same machine. Of big values the first call after other libraries' turns may find
+    memory that was given back meanwhile, so there are two: the first, and the one right after it.
     """
     spec = BY_NAME[workload]
     operation: Callable[[], Coroutine[Any, Any, Any]] = partial(
         getattr(adapter, spec.method), *values.arguments(spec.method)
     )
-    calls = IN_FLIGHT if spec.method == "pipelined" else 1
-    if first:  # warm, and right
+    if check:  # warm, and right
         answer = await operation()
         if type(adapter).__module__ != "benchmarks.adapters.floor":
             values.check(spec.method, answer)
         del answer
     if spec.large and values.numel > SINGLE:
-        started = perf_counter()
-        answer = await operation()  # kept: giving the memory back is not part of the call
-        return perf_counter() - started
+        before = await _once(operation)
+        return await _once(operation), before
     times: list[float] = []
     end = perf_counter() + BURST
-    while len(times) < FEWEST or (len(times) < MOST and times[-1] and perf_counter() < end):
+    while len(times) < FEWEST or (len(times) < MOST and perf_counter() < end):
         started = perf_counter()
         await operation()
         times.append(perf_counter() - started)
-    return statistics.median(times) / calls
+    calls = IN_FLIGHT if spec.method == "pipelined" else 1
+    return statistics.median(times) / calls, None
+
+
+async def _once(operation: Callable[[], Coroutine[Any, Any, Any]]) -> float:
+    started = perf_counter()
+    answer = await operation()  # kept: giving its memory back is not part of the call
+    took = perf_counter() - started
+    del answer
+    return took

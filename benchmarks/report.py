@@ -9,7 +9,7 @@ from benchmarks import picture
 from benchmarks.process import OURS, PEERS
 from benchmarks.results import Results, digits, spread
 from benchmarks.scaling import COUNTS, SIZES
-from benchmarks.table import TITLES, Sheet, markdown, remarks, sheets
+from benchmarks.table import TITLES, Sheet, markdown, misses, remarks, sheets
 
 PAGE = Path("docs/performance.md")
 PICTURES = Path("docs/pictures")
@@ -30,6 +30,8 @@ def write(out: Path, page: Path = PAGE) -> list[str]:
         ]  # fmt: skip
         for sheet in sheets(results):
             text += [f"### {sheet.title}", "", markdown(sheet), ""]
+        missed = misses(results)
+        text += ["### Missed against the floor", "", *[f"- {line}" for line in missed], ""]
         text += [f"- {line}" for line in remarks(results)] + [""]
         written.append(str(path))
     if (path := out / "scaling.json").exists():

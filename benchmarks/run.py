@@ -48,13 +48,16 @@ class Libraries:
         keys = list(self.processes)
         return keys if turn % 2 else keys[::-1]
 
-    async def measure(self, key: str, workload: str, state: str) -> float | None:
-        """Return one repetition, or None."""
+    async def measure(
+        self, key: str, workload: str, state: str
+    ) -> tuple[float, float | None] | None:
+        """Return one repetition, see `measure.repetition`, or None."""
         process = self.processes.get(key)
         if process is None or (key, workload) in self.failed:
             return None
         try:
-            return float(await process.ask("measure", LIMIT, workload=workload, state=state))
+            answer = await process.ask("measure", LIMIT, workload=workload, state=state)
+            return answer[0], answer[1]
         except NoAnswerError as error:
             self.failed.add((key, workload))
             self.results.fail(process.name, process.loop, workload, str(error))
@@ -112,9 +115,13 @@ async def warm_rounds(
                         if name not in OURS and state != "free":
                             continue  # their own helpers on one CPU would be a handicap, not a state
                         for one in asked(name, workload):
-                            value = await libraries.measure(key, one, state)
-                            if value is not None:
-                                libraries.results.add(name, loop, one, state, number, value)
+                            answer = await libraries.measure(key, one, state)
+                            if answer is None:
+                                continue
+                            value, before = answer
+                            libraries.results.add(name, loop, one, state, number, value)
+                            if before is not None:
+                                libraries.results.add(name, loop, one, "first", number, before)
 
 
 async def cold_rounds(

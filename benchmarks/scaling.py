@@ -39,8 +39,9 @@ async def workers(
                     ways = ["all_us", "all_loop_us"] if name == "floor" else ["all_us"]
                     for way in ways:
                         for state in ("free", "one") if name in OURS else ("free",):
-                            value = await libraries.measure(key, way, state)
-                            if value is not None:
+                            answer = await libraries.measure(key, way, state)
+                            if answer is not None:
+                                value = answer[0]
                                 results.add(
                                     name, "uvloop", way, f"{state}:{n}", number // TURNS, value
                                 )
@@ -77,8 +78,8 @@ async def _size(libraries: Libraries, results: Results, size: int, rounds: int) 
     await libraries.resize(size // 4)
     for number in range(rounds):
         for key in libraries.keys(turn=number):
-            value = await libraries.measure(key, "broadcast_ms", "free")
-            if value is not None:
+            answer = await libraries.measure(key, "broadcast_ms", "free")
+            if answer is not None:
                 name = key.split()[0]
-                results.add(name, "uvloop", "broadcast_ms", f"size:{size}", number, value)
+                results.add(name, "uvloop", "broadcast_ms", f"size:{size}", number, answer[0])
     await libraries.resize(1)  # what was sent is let go before anybody gets more

@@ -81,13 +81,13 @@ class Server:
         await asyncio.to_thread(gone, pids)
         return perf_counter() - started
 
-    async def measure(self, workload: str, state: str) -> float:
+    async def measure(self, workload: str, state: str) -> tuple[float, float | None]:
         if state != self.state:
             pin(state)
             self.state = state
-        first = workload not in self.seen
+        check = workload not in self.seen
         self.seen.add(workload)
-        return await repetition(self.groups[-1], workload, self.values, first=first)
+        return await repetition(self.groups[-1], workload, self.values, check=check)
 
     async def size(self, numel: int) -> None:
         """Take tensors of another size from now on."""

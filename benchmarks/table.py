@@ -42,9 +42,21 @@ def sheets(results: Results) -> list[Sheet]:
         head = ("workload", "asyncwg", *[TITLES.get(peer, peer) for peer in peers])
         lines = [_peer_line(results, spec, peers) for spec in [*WORKLOADS, *COLD]]
         found.append(Sheet("Against the peers", head, lines))
+    head = ("workload", *[TITLES.get(name, name) for name in ("asyncwg", *peers)])
+    firsts = [line for spec in WORKLOADS if (line := _first_line(results, spec, peers))]
+    if firsts:
+        found.append(Sheet("The first call after a pause", head, firsts))
     ways = [line for spec in FLOOR_ONLY if (line := _way_line(results, spec))]
     found.append(Sheet("The floor, each way", ("", *[f"{x}, {y}" for x, y in PLACES]), ways))
     return found
+
+
+def _first_line(results: Results, spec: Workload, peers: list[str]) -> tuple[str, ...] | None:
+    cells = []
+    for name in ("asyncwg", *peers):
+        values = results.seconds(name, "uvloop", spec.name, "first")
+        cells.append(spread(values, spec.scale) if values else "")
+    return (spec.name, *cells) if any(cells) else None
 
 
 def _way_line(results: Results, spec: Workload) -> tuple[str, ...] | None:
@@ -117,6 +129,18 @@ def remarks(results: Results) -> list[str]:
     return lines + [
         f"{key}: {why}" for key, why in results.failures.items() if why != "not offered"
     ]
+
+
+def misses(results: Results) -> list[str]:
+    """Return the targets that asyncwg misses, each with how far."""
+    found: dict[str, list[str]] = {}
+    for sheet in sheets(results):
+        if sheet.head == FLOOR_HEAD:
+            for workload, where, _, ours, ratio, target, met in sheet.lines:
+                if met == "missed":
+                    cell = f"{ratio or ours}{f' on {where}' if where else ''}"
+                    found.setdefault(f"{workload} ({target})", []).append(cell)
+    return [f"{what}: {'; '.join(cells)}" for what, cells in found.items()]
 
 
 def markdown(sheet: Sheet) -> str:
