@@ -24,7 +24,7 @@ from asyncwg._driver.calls import Outcome, Pending
 from asyncwg._driver.departure import Load
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.rank import ASYNC, COMPUTE
-from asyncwg._wire import codec
+from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, pack
 from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
@@ -400,7 +400,8 @@ class Sender:
             except Exception:  # noqa: BLE001  # this is the one we look for
                 culprit = f"argument {codec.explain_failure(value, name)}"
                 break
-        return TypeError(f"{job.method.label}: {culprit} can't be pickled: {error}")
+        told = failures.text_of(error)
+        return TypeError(f"{job.method.label}: {culprit} can't be pickled: {told}")
 
     def _defer(self, job: Job, lane: int, call: Call[Any]) -> None:
         """Keep a call's place until the calls among its arguments have values.

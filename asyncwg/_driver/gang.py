@@ -212,7 +212,7 @@ class Gang:
         if self._broken is not None:
             raise GroupBrokenError(
                 f"group {self._launch.name!r} broke and takes no calls until it is started again: "
-                f"{type(self._broken).__name__}: {str(self._broken).splitlines()[0]}"
+                f"{type(self._broken).__name__}: {failures.text_of(self._broken).partition(chr(10))[0]}"
             ) from self._broken
         if self.closed or self._stopping is not None:
             raise GroupClosedError(f"group {self._launch.name!r} was shut down")
@@ -335,7 +335,8 @@ class Gang:
             died = explained(pending)
             for rank, error in (pending.errors or {}).items():
                 # Often the death's own echo, from a collective whose peer has gone.
-                died.add_note(f"rank {rank} had raised {type(error).__name__}: {error}")
+                told = failures.text_of(error)
+                died.add_note(f"rank {rank} had raised {type(error).__name__}: {told}")
             return died
         if pending.errors:
             return pending.combined()

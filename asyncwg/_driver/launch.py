@@ -12,7 +12,7 @@ from asyncwg import distributed
 from asyncwg._driver.arena import arena
 from asyncwg._driver.guardian import Guardian
 from asyncwg._driver.output import Output
-from asyncwg._wire import codec
+from asyncwg._wire import codec, failures
 from asyncwg._wire.launch import SESSION_VARIABLE, BootRecord
 from asyncwg.errors import UsageError
 
@@ -175,6 +175,6 @@ def encode_init(spec: Spec) -> codec.Encoded:
                 culprit = codec.explain_failure(value, name)
                 raise UsageError(
                     f"{spec.cls.__name__} can't be sent to the workers: {culprit} "
-                    f"can't be pickled: {error}"
+                    f"can't be pickled: {failures.text_of(error)}"
                 ) from error
         raise

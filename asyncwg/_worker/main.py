@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from asyncwg import _linux as linux
 from asyncwg import distributed
-from asyncwg._wire import codec
+from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import Kind, pack, unpack
 from asyncwg._wire.launch import Descriptors
 from asyncwg._worker.blocks import Blocks
@@ -77,7 +77,7 @@ def _read_init(body: memoryview, n_buffers: int) -> Any:
     except BaseException as error:
         raise UnreadableError(
             f"the worker's class or its arguments can't be unpickled in the worker: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {failures.text_of(error)}"
         ) from error
 
 

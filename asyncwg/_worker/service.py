@@ -65,7 +65,7 @@ class Service:
                 label = self._names[aux] if aux < len(self._names) else "the call"
                 raise UnreadableError(
                     f"the arguments of {self._label}.{label} can't be unpickled in the worker: "
-                    f"{type(error).__name__}: {error}"
+                    f"{type(error).__name__}: {failures.text_of(error)}"
                 ) from error
             if flags & EXTRAS:
                 args, kwargs, extras = value
@@ -124,9 +124,12 @@ class Service:
         self, call_id: int, method: str, value: Any, error: BaseException
     ) -> list[Buffer]:
         """Encode that a method's result can't be pickled, and which part of it."""
+        try:
+            culprit = codec.explain_failure(value, "result")
+        except BaseException:  # noqa: BLE001  # looking into a user's value runs the user's code again
+            culprit = "result"
         told = TypeError(
-            f"the result of {method} can't be pickled: "
-            f"{codec.explain_failure(value, 'result')}: {error}"
+            f"the result of {method} can't be pickled: {culprit}: {failures.text_of(error)}"
         )
         told.__cause__ = error
         return self.failure(call_id, told)
