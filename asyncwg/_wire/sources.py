@@ -96,8 +96,11 @@ def steady(source: Source) -> Source:
 def version_of(source: Source) -> int | None:
     """Return the version counter of the tensor behind a buffer; None where there is no counter.
 
-    torch raises it with every write that goes through torch. Arrays and inference tensors have none.
+    torch raises it with every write that goes through torch. Arrays and inference tensors have none;
+    bytes need none.
     """
+    if isinstance(source, bytes):
+        return 0
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None

@@ -292,9 +292,6 @@ class UnprintableReducer:
         raise UnprintableError
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Service.unsendable formats the error with str(), which raises: rank dies"
-)
 async def test_a_result_whose_pickling_raises_what_has_no_text_is_an_error_of_that_call(
     wg: WorkerGroup,
 ) -> None:
