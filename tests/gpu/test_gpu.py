@@ -63,7 +63,7 @@ class OnDevice(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_on_device(self) -> None:
-        torch.zeros(2, device=self.device) + torch.zeros(3, device=self.device)
+        torch.zeros(2, device=self.device).add_(torch.zeros(3, device=self.device))
 
 
 def group(ranks: int | None = None, **options: Any) -> WorkerGroup:
