@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pathlib
 import pickle
 import tempfile
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
+from asyncwg._sender import Job
 from asyncwg._wire import codec, sources
-from asyncwg.errors import UsageError
+from asyncwg.call import Call
+from asyncwg.errors import GroupBrokenError, GroupClosedError, UsageError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from asyncwg.worker_group import WorkerGroup
+
+_log: Final = logging.getLogger("asyncwg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +105,92 @@ class SavedState:
                 stream, buffers = pickle.load(file)  # what this process has written
             values.append(codec.decode(stream, [bytearray(buffer) for buffer in buffers]))
         return values
+
+
+class Supervisor:
+    """What a group does about its own end: tells it, starts again, repeats. Belongs to the group's loop.
+
+    Args:
+        group: the group.
+        name: its name.
+        policy: None for a group that stays broken.
+    """
+
+    def __init__(self, group: WorkerGroup, name: str, policy: RestartPolicy | None) -> None:
+        self._group = group
+        self._name = name
+        self.policy: Final = policy
+        self.saved: Final = SavedState(name, None if policy is None else policy.directory)
+        self.on_death: Callable[[Exception], None] | None = None
+        """Told what has broken the group."""
+        self._restarts = 0
+        self._calls = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._repeats: list[tuple[Job, Call[Any]]] = []
+
+    def broke(self, cause: Exception) -> None:
+        """Take note that the group has broken."""
+        if self.on_death is not None:
+            self.on_death(cause)
+        if self.policy is not None and self._restarts < self.policy.max_restarts:
+            self._spawn(self._restart(self.policy))
+
+    def repeat(self, job: Job, call: Call[Any], error: Exception) -> bool:
+        """Keep a call that failed because the group broke, to be sent again after the restart.
+
+        Returns False where it is not to be repeated.
+        """
+        if self.policy is None or self._restarts >= self.policy.max_restarts:
+            return False
+        if not isinstance(error, WorkerDiedError | GroupBrokenError):
+            return False
+        self._repeats.append((job, call))
+        return True
+
+    def count_call(self) -> None:
+        """Save the state if it is time to."""
+        if self.policy is None or self.policy.save_every is None:
+            return
+        self._calls += 1
+        if self._calls >= self.policy.save_every:
+            self._calls = 0
+            self._spawn(self._save())
+
+    def close(self) -> None:
+        """The group is shut down: start nothing again."""
+        for task in self._tasks:
+            task.cancel()
+        self._give_up(GroupClosedError(f"group {self._name!r} was shut down"))
+
+    async def _restart(self, policy: RestartPolicy) -> None:
+        delay = policy.delay(self._restarts)
+        self._restarts += 1
+        _log.warning("group %r broke and is started again in %g s", self._name, delay)
+        await asyncio.sleep(delay)  # the backoff: whatever broke it may need time to pass
+        try:
+            await self._group.restart()
+        except Exception as error:  # noqa: BLE001  # told to whoever waits, and to the log
+            _log.error("group %r could not be started again: %s", self._name, error)
+            self._give_up(error)
+            return
+        repeats, self._repeats = self._repeats, []
+        for job, call in repeats:
+            sender = self._group.sender
+            if sender is not None and not call.done():
+                sender.send_again(job, call)
+
+    async def _save(self) -> None:
+        try:
+            await self._group.save()
+        except Exception as error:  # noqa: BLE001  # nobody waits for it: the log is told
+            _log.warning("the state of group %r could not be saved: %s", self._name, error)
+
+    def _give_up(self, error: Exception) -> None:
+        repeats, self._repeats = self._repeats, []
+        for _, call in repeats:
+            call.settle(None, error)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

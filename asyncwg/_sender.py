@@ -146,7 +146,7 @@ class _Repeatable:
         self._call = call
 
     def settle(self, results: list[Any] | None, error: Exception | None) -> None:
-        if error is None or not self._group.repeat(self._job, self._call, error):
+        if error is None or not self._group.supervisor.repeat(self._job, self._call, error):
             self._call.settle(results, error)
 
 

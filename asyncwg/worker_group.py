@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from asyncwg import distributed
@@ -15,8 +15,8 @@ from asyncwg._driver.gang import Gang
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._generation import Generation
-from asyncwg._restart import RestartPolicy, SavedState
-from asyncwg._sender import CallOptions, Job, Quick, Target, nearest
+from asyncwg._restart import RestartPolicy, Supervisor
+from asyncwg._sender import CallOptions, Job, Quick, Sender, Target, nearest
 from asyncwg._surface import WINDOW_BYTES, WINDOW_CALLS, Surface, View
 from asyncwg.call import Call
 from asyncwg.decorator import (
@@ -33,7 +33,6 @@ from asyncwg.errors import (
     GroupClosedError,
     InternalError,
     UsageError,
-    WorkerDiedError,
     WorkerGroupError,
 )
 from asyncwg.mesh import check_mesh
@@ -171,31 +170,12 @@ class WorkerGroup(Surface):
         arena_timeout: float = 30.0,
         **unknown: Any,
     ) -> None:
-        if unknown:
-            known = [p for p in inspect.signature(WorkerGroup).parameters if p != "unknown"]
-            wrong = next(iter(unknown))
-            raise TypeError(f"WorkerGroup has no option {wrong!r}{nearest(wrong, known)}")
-        if not isinstance(resource_pool, ResourcePool):
-            raise UsageError(f"the first argument is a ResourcePool, not {resource_pool!r}")
-        if not isinstance(cls_with_init, ClassWithInitArgs):
-            raise UsageError(
-                f"the second argument is a ClassWithInitArgs, not {cls_with_init!r}: "
-                "write ClassWithInitArgs(Trainer, ...)"
-            )
-        if start_method not in _START_METHODS:
-            raise UsageError(
-                f"start_method must be 'forkserver', 'spawn' or None, not {start_method!r}: forking the "
-                "controller would copy its threads' locks"
-            )
-        if executor not in ("process", "inline"):
-            raise UsageError(f"executor must be 'process' or 'inline', not {executor!r}")
-        if error_grace < 0:
-            raise UsageError(f"error_grace must be 0 seconds or more, not {error_grace!r}")
+        _check_options(
+            unknown, resource_pool, cls_with_init, start_method, executor, error_grace, hang_after
+        )
         self.resource_pool: Final = resource_pool
         self.cls: Final[type] = cls_with_init.cls
         self._name = _check_name(self.cls.__name__ if name is None else name)
-        if hang_after is not None and hang_after <= 0:
-            raise UsageError(f"hang_after must be more than 0 seconds, not {hang_after!r}")
         self._start_timeout = start_timeout
         self._hang_after = hang_after
         self._on_hang = on_hang
@@ -233,13 +213,7 @@ class WorkerGroup(Surface):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state = "new"
         self._finalizer: Any = None
-        self._policy = restart
-        self._saved = SavedState(self._name, None if restart is None else restart.directory)
-        self._restarts = 0
-        self._calls_made = 0
-        self._on_death: Callable[[Exception], None] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._repeats: list[tuple[Job, Call[Any]]] = []
+        self.supervisor: Final = Supervisor(self, self._name, restart)
 
     @property
     def group(self) -> WorkerGroup:  # type: ignore[override]  # a group is its own surface
@@ -335,7 +309,7 @@ class WorkerGroup(Surface):
         nothing here; and the controller is never signalled.
         """
         self._running()
-        self._on_death = on_death
+        self.supervisor.on_death = on_death
 
     def __getattr__(self, name: str) -> Any:
         methods = self.__dict__.get("methods", {})
@@ -413,10 +387,8 @@ class WorkerGroup(Surface):
         self._check_loop()
         self._generation = None
         self._finalizer.detach()
-        for task in self._tasks:
-            task.cancel()
+        self.supervisor.close()
         errors = await generation.stop(grace, "was shut down")
-        self._give_up(GroupClosedError(f"group {self._name!r} was shut down"))
         if errors:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self._name!r}", errors)
 
@@ -448,8 +420,9 @@ class WorkerGroup(Surface):
         except BaseException:
             self._state = "closed"
             raise
-        saved = self._saved.exists and hasattr(self.cls, "load_state")
-        await self._start_generation(await self._saved.get() if saved else None)
+        saved = self.supervisor.saved
+        known = saved.exists and hasattr(self.cls, "load_state")
+        await self._start_generation(await saved.get() if known else None)
 
     async def save(self) -> None:
         """Keep what each rank's ``save_state()`` returns, for ``load_state`` after a restart.
@@ -459,7 +432,7 @@ class WorkerGroup(Surface):
         Raises:
             AttributeError: the class has no ``save_state``.
         """
-        await self._saved.put(await self.execute_all("save_state"))
+        await self.supervisor.saved.put(await self.execute_all("save_state"))
 
     async def until_ready(self, ranks: Sequence[int]) -> None:
         """Wait until each rank has room; see `Surface.ready`."""
@@ -478,8 +451,8 @@ class WorkerGroup(Surface):
         sender = None if generation is None else generation.sender
         if sender is None:
             raise InternalError(f"{self!r} can't take a call")
-        if self._policy is not None and self._policy.save_every is not None:
-            self._count_call(self._policy.save_every)
+        if self.supervisor.policy is not None:
+            self.supervisor.count_call()
         return sender.submit(job)
 
     def submit_quick(self, quick: Quick) -> Call[Any]:
@@ -489,23 +462,16 @@ class WorkerGroup(Surface):
             generation is None
             or generation.sender is None
             or not generation.gang.usable
-            or self._policy is not None
+            or self.supervisor.policy is not None
             or asyncio.get_running_loop() is not self._loop
         ):
             return self.submit(quick.job)
         return generation.sender.submit_quick(quick)
 
-    def repeat(self, job: Job, call: Call[Any], error: Exception) -> bool:
-        """Keep a call that failed because the group broke, to be sent again after the restart.
-
-        Returns False where it is not to be repeated.
-        """
-        if self._policy is None or self._restarts >= self._policy.max_restarts:
-            return False
-        if not isinstance(error, WorkerDiedError | GroupBrokenError):
-            return False
-        self._repeats.append((job, call))
-        return True
+    @property
+    def sender(self) -> Sender | None:
+        """The way to the ranks; None while there is none."""
+        return None if self._generation is None else self._generation.sender
 
     @property
     def _gang(self) -> Gang | None:
@@ -564,7 +530,7 @@ class WorkerGroup(Surface):
             self._state = "closed"
             raise
         gang = generation.gang
-        gang.on_break = self._broke
+        gang.on_break = self.supervisor.broke
         if self._hang_after is None:
             gang.watch.tell_with(self._tell_hang)
         else:
@@ -573,53 +539,6 @@ class WorkerGroup(Surface):
         self._state = "running"
         self._finalizer = weakref.finalize(self, generation.let_go(loop))
         self._finalizer.atexit = False
-
-    def _broke(self, cause: Exception) -> None:
-        if self._on_death is not None:
-            self._on_death(cause)
-        if self._policy is not None and self._state == "running":
-            self._spawn(self._restart_by_itself(self._policy))
-
-    async def _restart_by_itself(self, policy: RestartPolicy) -> None:
-        while self._restarts < policy.max_restarts:
-            delay = policy.delay(self._restarts)
-            self._restarts += 1
-            _log.warning("group %r broke and is started again in %g s", self._name, delay)
-            await asyncio.sleep(delay)  # the backoff: whatever broke it may need time to pass
-            try:
-                await self.restart()
-            except Exception as error:  # noqa: BLE001  # told to whoever waits, and to the log
-                _log.error("group %r could not be started again: %s", self._name, error)
-                self._give_up(error)
-                return
-            repeats, self._repeats = self._repeats, []
-            generation = self._generation
-            for job, call in repeats:
-                if generation is not None and generation.sender is not None and not call.done():
-                    generation.sender.send_again(job, call)
-            return
-
-    def _give_up(self, error: Exception) -> None:
-        repeats, self._repeats = self._repeats, []
-        for _, call in repeats:
-            call.settle(None, error)
-
-    def _count_call(self, save_every: int) -> None:
-        self._calls_made += 1
-        if self._calls_made % save_every == 0:
-            self._calls_made = 0
-            self._spawn(self._save_by_itself())
-
-    async def _save_by_itself(self) -> None:
-        try:
-            await self.save()
-        except Exception as error:  # noqa: BLE001  # nobody waits for it: the log is told
-            _log.warning("the state of group %r could not be saved: %s", self._name, error)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _tell_hang(self, report: HangReport) -> None:
         _log.warning("%s", report)
@@ -663,3 +582,36 @@ def _check_selector(loop: asyncio.AbstractEventLoop) -> None:
     finally:
         os.close(read)
         os.close(write)
+
+
+def _check_options(
+    unknown: Mapping[str, Any],
+    resource_pool: object,
+    cls_with_init: object,
+    start_method: str | None,
+    executor: str,
+    error_grace: float,
+    hang_after: float | None,
+) -> None:
+    if unknown:
+        known = [p for p in inspect.signature(WorkerGroup).parameters if p != "unknown"]
+        wrong = next(iter(unknown))
+        raise TypeError(f"WorkerGroup has no option {wrong!r}{nearest(wrong, known)}")
+    if not isinstance(resource_pool, ResourcePool):
+        raise UsageError(f"the first argument is a ResourcePool, not {resource_pool!r}")
+    if not isinstance(cls_with_init, ClassWithInitArgs):
+        raise UsageError(
+            f"the second argument is a ClassWithInitArgs, not {cls_with_init!r}: "
+            "write ClassWithInitArgs(Trainer, ...)"
+        )
+    if start_method not in _START_METHODS:
+        raise UsageError(
+            f"start_method must be 'forkserver', 'spawn' or None, not {start_method!r}: forking the "
+            "controller would copy its threads' locks"
+        )
+    if executor not in ("process", "inline"):
+        raise UsageError(f"executor must be 'process' or 'inline', not {executor!r}")
+    if error_grace < 0:
+        raise UsageError(f"error_grace must be 0 seconds or more, not {error_grace!r}")
+    if hang_after is not None and hang_after <= 0:
+        raise UsageError(f"hang_after must be more than 0 seconds, not {hang_after!r}")
