@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,8 +89,6 @@ async def test_a_subprocess_of_a_worker_can_have_a_rendezvous_of_its_own() -> No
     """The variable that makes torch use the agent's store would reach it too."""
 
     def in_subprocess(_worker: Worker, script: str) -> str:
-        import subprocess
-
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, timeout=60, check=False
         )
@@ -151,6 +150,38 @@ async def test_what_the_controllers_environment_says_has_no_influence(
         await bounded(wg.join("gloo"), JOIN)
         assert await bounded(wg.sum_of_ones()) == [2.0, 2.0]
     assert {name: os.environ[name] for name in GARBAGE} == GARBAGE
+
+
+NAMELESS = """
+import asyncio
+from tests.process.workers_values import Collective, group
+
+async def main():
+    async with group(Collective) as wg:
+        await wg.join("gloo")
+        print(await wg.sum_of_ones())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_host_whose_name_nobody_knows_is_no_hindrance() -> None:
+    """https://github.com/pytorch/pytorch/issues/74316: the name was looked up all the same."""
+    nameless = ["unshare", "-u", "sh", "-c", 'hostname nohost && exec "$@"', "sh"]
+    try:
+        subprocess.run([*nameless, "true"], capture_output=True, timeout=10, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no hostname of our own can be had here")
+    done = subprocess.run(
+        [*nameless, sys.executable, "-c", NAMELESS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout == "[2.0, 2.0]\n", done.stderr
 
 
 async def test_a_rank_that_fails_before_it_joins_breaks_off_the_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -197,6 +198,16 @@ async def test_a_variable_that_the_interpreter_reads_takes_effect() -> None:
     async with group(1, worker_env={"PYTHONHASHSEED": "0"}) as wg:
         second = await bounded(wg.run(lambda _worker: hash("word")))
     assert first == second
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    """Each worker imported torch again, for seconds: https://github.com/vllm-project/vllm/pull/22214."""
+    heavy = "{'torch', 'numpy', 'cloudpickle', 'tensordict'}"
+    script = f"import asyncwg, sys; print({heavy} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "set()\n"
 
 
 async def test_each_rank_takes_its_share_of_the_cores() -> None:
