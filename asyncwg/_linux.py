@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import signal
 import struct
@@ -112,6 +113,16 @@ _PAGE_IS_FILE: Final = 1 << 2
 _PAGE_IS_PRESENT: Final = 1 << 3
 _PAGE_IS_SWAPPED: Final = 1 << 4
 _SCAN_REGIONS: Final = 512
+_PM_FILE: Final = 1 << 61
+_PM_SWAP: Final = 1 << 62
+_PM_PRESENT: Final = 1 << 63
+_MAP_NORESERVE: Final = 0x4000
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_mmap: Final = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+)  # fmt: skip
 
 
 def drop_pages(address: int, size: int) -> None:
@@ -168,6 +179,41 @@ def written_pages(address: int, size: int) -> list[tuple[int, int]] | None:
     except OSError:
         return None
     return found
+
+
+def is_written(address: int) -> bool:
+    """Tell whether this process has written to the page at ``address``, in a private mapping of a file.
+
+    True where that can't be told.
+    """
+    try:
+        (entry,) = struct.unpack("<Q", os.pread(_own_pagemap(), 8, address // mmap.PAGESIZE * 8))
+    except OSError:
+        return True
+    return bool(entry & (_PM_PRESENT | _PM_SWAP)) and not entry & _PM_FILE
+
+
+def map_private(fd: int, offset: int, size: int) -> int:
+    """Map a part of a file, writable for this process alone, and return the address.
+
+    `mmap.mmap` would keep a descriptor for every mapping.
+
+    Raises:
+        OSError: there is no room.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    address: int | None = _mmap(None, size, protection, flags, fd, offset)
+    if address in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    assert address is not None
+    return address
+
+
+def unmap(address: int, size: int) -> None:
+    """Undo `map_private`."""
+    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
 
 
 _pagemap: tuple[int, int] | None = None

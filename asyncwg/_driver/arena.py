@@ -14,6 +14,7 @@ import bisect
 import collections
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,9 +22,12 @@ from asyncwg import _linux as linux
 from asyncwg import shards
 from asyncwg._wire import sources
 from asyncwg._wire.arena import GRANULE, Mapping
+from asyncwg._wire.books import Books
 from asyncwg._wire.joined import joined
 from asyncwg.errors import ResourceError
 
+_TRIM_STEP: Final = 64 << 20
+"""Bytes given back at a time: about 10 ms of the kernel's work."""
 IDLE_AFTER: Final = 10.0
 """Seconds without a block after which the memory of free places is given back."""
 
@@ -55,13 +59,15 @@ class Arena:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.size: Final = memory - memory % GRANULE
         self.fd: Final = os.memfd_create("asyncwg-arena", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd).atexit = False
         os.ftruncate(self.fd, self.size)
         self.mapping: Final = Mapping(self.fd, self.size, self._let_go)
-        # Re-entrant: a result may be collected, and so let go, in the middle of an allocation.
-        self._lock = threading.RLock()
+        self._books = Books()
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = [0]
         self._free: dict[int, int] = {0: self.size}
+        self._used: collections.Counter[str] = collections.Counter()
+        """Bytes in blocks, by owner."""
         self.allocations = 0
         """Blocks ever given out."""
         self._shared: dict[int, Block] = {}
@@ -71,68 +77,57 @@ class Arena:
 
     def in_use(self, owner: str | None = None) -> int:
         """Return how many bytes are in blocks, of one owner or of all."""
-        with self._lock:
-            blocks = self._blocks.values()
-            return sum(block.size for block in blocks if owner in (None, block.owner))
+        with self._books:
+            return self._used.total() if owner is None else self._used[owner]
 
     def allocate(self, weight: int, owner: str) -> Block | None:
         """Return a block of at least ``weight`` bytes, held by the owner's `TRANSIT`; None without room."""
-        size = round_up(weight)
-        with self._lock:
-            for index, start in enumerate(self._starts):  # noqa: B007  # used below
-                room = self._free[start]
-                if room >= size:
-                    break
-            else:
-                return None
-            end = start + size
-            if end > self._touched:
-                if end - self._touched > linux.available_memory():
+        blocks = self.allocate_all([weight], owner)
+        return None if blocks is None else blocks[0]
+
+    def allocate_all(self, weights: Sequence[int], owner: str) -> list[Block] | None:
+        """Return a block for each of ``weights``, as `allocate` does; None without room for them all."""
+        blocks: list[Block] = []
+        with self._books:
+            touched = self._touched
+            for weight in weights:
+                block = self._allocate(round_up(weight), owner)
+                if block is None:
+                    # Nobody is told: it would be tried again at once, for ever.
+                    for each in blocks:
+                        self._free_block(each)
+                    self._touched = touched
                     return None
-                self._touched = end
-            del self._starts[index], self._free[start]
-            if room > size:
-                self._starts.insert(index, end)
-                self._free[end] = room - size
-            block = Block(start, size, owner)
-            self.allocations += 1
-            block.holders[(owner, TRANSIT)] = 1
-            self._blocks[start] = block
-            return block
+                blocks.append(block)
+            self.allocations += len(blocks)
+        return blocks
 
     def hold(self, block: Block, holder: Holder, count: int = 1) -> None:
         """Write down that ``holder`` was sent the block."""
-        with self._lock:
+        with self._books:
             block.holders[holder] += count
 
     def release(self, offset: int, holder: Holder, count: int = 1) -> None:
         """Take back what ``hold`` wrote; a block without holders is free."""
-        with self._lock:
-            block = self._blocks.get(offset)
-            if block is None or holder not in block.holders:
-                return
-            block.holders[holder] -= count
-            if block.holders[holder] <= 0:
-                del block.holders[holder]
-            if not block.holders:
-                self._free_block(block)
+        with self._books:
+            self._release(offset, holder, count)
         self._tell()
 
     def move(self, offset: int, giver: Holder, taker: Holder) -> None:
         """Pass one hold on, without a moment in which nobody holds the block."""
-        with self._lock:
+        with self._books:
             block = self._blocks.get(offset)
             if block is not None:
-                self.hold(block, taker)
-                self.release(offset, giver)
+                block.holders[taker] += 1
+                self._release(offset, giver, 1)
+        self._tell()
 
     def release_all(self, holder: Holder) -> None:
         """Take back everything that a dead process held."""
-        with self._lock:
-            held = [block.offset for block in self._blocks.values() if holder in block.holders]
-            for offset in held:
-                self._blocks[offset].holders[holder] = 0
-                self.release(offset, holder)
+        with self._books:
+            for block in list(self._blocks.values()):
+                self._release(block.offset, holder, block.holders.get(holder, 0))
+        self._tell()
 
     def share(self, size: int) -> Any:
         """Return ``size`` bytes in the arena that stay there while somebody has a view of them.
@@ -149,39 +144,44 @@ class Arena:
 
         def gone() -> None:
             self._shared.pop(block.offset, None)
-            self.release(block.offset, CONTROLLER)
+            self._let_go(block.offset, 1)
 
         array = self.mapping.share(block.offset, size, gone)
         self.move(block.offset, ("shared", TRANSIT), CONTROLLER)
         return array
 
-    def locate(self, source: sources.Source) -> tuple[Block, int] | None:
+    def locate(self, source: sources.Source, holder: Holder) -> tuple[Block, int] | None:
         """Return the block in which a buffer stands already, and its place there; None if in none.
 
         That is a tensor that is shared, or a result as it came: what its user writes to it goes to
-        private pages, so the block still holds what the worker wrote.
+        private pages, so the block still holds what the worker wrote. ``holder`` holds it from now on.
         """
         if not self._blocks or isinstance(source, sources.Strided):
             return None
         address = sources.address_of(source)
-        offset = self.mapping.place_of(address) if self._shared else None
-        if offset is not None:
-            for block in self._shared.values():
-                if block.offset <= offset < block.offset + block.size:
-                    return block, offset - block.offset
-        found = self.mapping.untouched(address, len(source))
-        if found is None or found[0] not in self._blocks:
-            return None
-        return self._blocks[found[0]], found[1]
+        with self._books:
+            offset = self.mapping.place_of(address) if self._shared else None
+            if offset is not None:
+                for block in list(self._shared.values()):
+                    if block.offset <= offset < block.offset + block.size:
+                        block.holders[holder] += 1
+                        return block, offset - block.offset
+            # Who lets go of it after this line waits for these books, and finds the new holder.
+            found = self.mapping.untouched(address, len(source))
+            block_found = None if found is None else self._blocks.get(found[0])
+            if found is None or block_found is None:
+                return None
+            block_found.holders[holder] += 1
+            return block_found, found[1]
 
     def readers(self, blocks: Sequence[Block]) -> int:
         """Return how many ranks hold one of ``blocks``."""
-        with self._lock:
+        with self._books:
             return sum(len(block.holders.keys() - {CONTROLLER}) for block in blocks)
 
     def held_by(self, holder: Holder) -> list[Block]:
         """Return the blocks that ``holder`` has not let go."""
-        with self._lock:
+        with self._books:
             return [block for block in self._blocks.values() if holder in block.holders]
 
     @property
@@ -195,33 +195,79 @@ class Arena:
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Have ``listener`` called, in any thread, whenever a block has become free."""
-        with self._lock:
+        with self._books:
             self._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
         """Undo `listen`."""
-        with self._lock:
+        with self._books:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
     def trim_if_idle(self, since: int) -> None:
         """Give memory back if no block has been allocated after ``allocations`` was ``since``."""
-        if self.allocations == since and not self.in_use():
+        if self.allocations == since:
             self.trim()
 
     def trim(self) -> None:
         """Give the memory of free places back to the system."""
-        with self._lock:
-            for start, room in self._free.items():
-                end = min(start + room, self._touched)
-                if end > start:
-                    linux.punch_hole(self.fd, start, end - start)
+        with self._books:
+            since = self.allocations
+            places = [
+                (start, min(start + room, self._touched))
+                for start, room in self._free.items()
+                if start < self._touched
+            ]
             last = max((block.offset + block.size for block in self._blocks.values()), default=0)
-            self._touched = last
+        for start, end in places:
+            for piece in range(start, end, _TRIM_STEP):
+                # Step by step: whoever needs a block waits for one step alone.
+                with self._books:
+                    if self.allocations != since:
+                        return
+                    linux.punch_hole(self.fd, piece, min(_TRIM_STEP, end - piece))
+        with self._books:
+            if self.allocations == since:
+                self._touched = last
+
+    def _allocate(self, size: int, owner: str) -> Block | None:
+        for index, start in enumerate(self._starts):  # noqa: B007  # used below
+            room = self._free[start]
+            if room >= size:
+                break
+        else:
+            return None
+        end = start + size
+        if end > self._touched:
+            if end - self._touched > linux.available_memory():
+                return None
+            self._touched = end
+        del self._starts[index], self._free[start]
+        if room > size:
+            self._starts.insert(index, end)
+            self._free[end] = room - size
+        block = Block(start, size, owner)
+        block.holders[(owner, TRANSIT)] = 1
+        self._blocks[start] = block
+        self._used[owner] += size
+        return block
+
+    def _release(self, offset: int, holder: Holder, count: int) -> None:
+        block = self._blocks.get(offset)
+        if block is None or holder not in block.holders:
+            return
+        block.holders[holder] -= count
+        if block.holders[holder] <= 0:
+            del block.holders[holder]
+        if not block.holders:
+            self._free_block(block)
 
     def _free_block(self, block: Block) -> None:
         start, room = block.offset, block.size
         del self._blocks[start]
+        self._used[block.owner] -= room
+        if not self._used[block.owner]:
+            del self._used[block.owner]
         index = bisect.bisect(self._starts, start)
         if index < len(self._starts) and self._starts[index] == start + room:
             room += self._free.pop(self._starts.pop(index))
@@ -232,7 +278,13 @@ class Arena:
         self._free[start] = room
 
     def _let_go(self, offset: int, count: int) -> None:
-        self.release(offset, CONTROLLER, count)
+        """Take back what the controller itself held. For finalisers."""
+
+        def note() -> Callable[[], None]:
+            self._release(offset, CONTROLLER, count)
+            return self._tell
+
+        self._books.later(note)
 
     def _tell(self) -> None:
         for listener in list(self._listeners):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from asyncwg._driver.arena import Arena, Block
+from asyncwg._driver.arena import Arena, Block, Holder
 from asyncwg._driver.calls import Calls, Pending
 from asyncwg._transport.aio import Slot
 from asyncwg._wire import sources
@@ -53,12 +53,16 @@ class Cargo(NamedTuple):
     """Bytes of that block; 0 where all buffers are references."""
 
     @classmethod
-    def of(cls, load: Load, arena: Arena) -> Cargo:
+    def of(cls, load: Load, arena: Arena, holder: Holder) -> Cargo:
+        """Look where the buffers stand; ``holder`` holds the blocks of those that are in the arena."""
         if load.large is None:
-            return cls(load, [], [], [], 0)
+            # It is small, but may leave late: beside a load that is copied first (D-1).
+            stream, small = load.encoded
+            taken: list[sources.Source] = [bytes(each) for each in sources.inline(small)]
+            return cls(load._replace(encoded=Encoded(stream, taken)), [], [], [], 0)
         buffers: list[_Reference | sources.Source] = []
         for source, size in zip(load.large.sources, load.large.sizes, strict=True):
-            found = arena.locate(source)
+            found = arena.locate(source, holder)
             buffers.append(source if found is None else _Reference(*found, size))
         copied = [
             0 if isinstance(buffer, _Reference) else size
@@ -76,10 +80,18 @@ class Cargo(NamedTuple):
             if not isinstance(buffer, _Reference)
         ]
 
-    def steady(self) -> Cargo:
-        """Return it with copies of what may change without a trace."""
+    @property
+    def references(self) -> list[Block]:
+        """The blocks that are sent as they are, as often as they are held."""
+        return [each.block for each in self.buffers if isinstance(each, _Reference)]
+
+    def steady(self, *, always: bool) -> Cargo:
+        """Return it with copies of what may change without a trace, or of all."""
         return self._replace(
-            buffers=[b if isinstance(b, _Reference) else sources.steady(b) for b in self.buffers]
+            buffers=[
+                each if isinstance(each, _Reference) else sources.steady(each, always=always)
+                for each in self.buffers
+            ]
         )
 
     def frame(self, call_id: int, filled: Block | None) -> tuple[list[Buffer], list[Block]]:
@@ -135,7 +147,7 @@ class Departure:
             self._depart()
         elif not self._transfers.want(weights, self._fill, self._refuse, "arguments"):
             # The copy comes later: what may change without a trace is copied now (D-1).
-            self._cargo = [each.steady() for each in self._cargo]
+            self._cargo = [each.steady(always=self._now) for each in self._cargo]
             self._versions = self._now_at()
 
     def _now_at(self) -> list[int | None]:
@@ -150,14 +162,18 @@ class Departure:
             self._versions = self._now_at()
         total = sum(each.weight for each in self._cargo)
         later: list[tuple[sources.Source, memoryview]] = []
-        for source, place in self._targets():
-            if total < COPY_LATER_FROM or self._now or sources.version_of(source) is None:
-                sources.copy(source, place)
-            else:
-                later += _split(source, place)
+        try:
+            for source, place in self._targets():
+                if total < COPY_LATER_FROM or self._now or sources.version_of(source) is None:
+                    sources.copy(source, place)
+                else:
+                    later += _split(source, place)
+        except Exception as error:  # noqa: BLE001  # a tensor that can't be read fails its own call alone
+            self._copied(error)
+            return
         if later:
             self._copying = True
-            self._transfers.copy(later, self._copied)
+            self._transfers.copy(later, blocks, self._copied)
         else:
             self._copied(None)
 
@@ -204,13 +220,8 @@ class Departure:
             for block in used:
                 transfers.hold(block, rank)
             slot.fill(frame)
-        pending.references = [
-            buffer.block
-            for each in self._cargo
-            for buffer in each.buffers
-            if isinstance(buffer, _Reference)
-        ]
-        transfers.settle_transit(self._blocks)
+        pending.references = [block for each in self._cargo for block in each.references]
+        transfers.settle_transit([*self._blocks, *pending.references])
         self._calls.moved()
 
     def _refuse(self, error: Exception) -> None:
@@ -224,6 +235,8 @@ class Departure:
         self._pending.unsent = None
         for slot in self._slots:
             slot.cancel()
+        self._transfers.unwant(self._fill)
+        self._transfers.settle_transit([b for each in self._cargo for b in each.references])
         if not self._copying:  # a copy that runs needs its place until it ends
             self._transfers.settle_transit(self._blocks)
             self._blocks = []

@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import os
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -39,7 +41,18 @@ from asyncwg.errors import ResourceError
 RELIEVE_AFTER: Final = 0.2
 """Seconds that arguments wait for room before the holders are asked to make blocks their own."""
 
+_COPYING: Final = -2
+"""Stands for a rank while threads copy to a block."""
+
 _copiers = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="asyncwg-copy")
+
+
+def _after_fork() -> None:
+    global _copiers  # a child has none of its parent's threads
+    _copiers = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="asyncwg-copy")
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Want(NamedTuple):
@@ -91,12 +104,22 @@ class Transfers:
         """Take a result out of the arena: its stream and its buffers, which are the controller's own."""
         stream, placed = unpack_placed(body, n_buffers)
         ((offset, size),) = placed.blocks
+        self._look_later()
         if not wanted:
             self._arena.release(offset, (self._session, rank))
             return stream, []
-        # The parts of a joined result stand in one block, and are views of one array.
-        block = self._arena.mapping.receive(offset, size, again=True)
+        # Held before it is received: from then on another thread may let it go.
         self._arena.move(offset, (self._session, rank), CONTROLLER)
+        # The parts of a joined result stand in one block, and are views of one array.
+        part = (
+            min(place for _, _, place in placed.buffers),
+            max(place + length for length, _, place in placed.buffers),
+        )
+        try:
+            block = self._arena.mapping.receive(offset, size, part=part)
+        except BaseException:
+            self._arena.release(offset, CONTROLLER)
+            raise
         buffers = [block[place : place + length] for length, _, place in placed.buffers]
         return (stream, buffers) if stream else (buffers.pop(), buffers)
 
@@ -122,6 +145,9 @@ class Transfers:
         """Take a rank's RELEASE."""
         for offset, count in struct.iter_unpack("<QQ", body):
             self._arena.release(offset, (self._session, rank), count)
+        self._look_later()
+
+    def _look_later(self) -> None:
         if self._idle is None:
             self._idle = self._loop.call_later(IDLE_AFTER, self._look_idle, -1)
 
@@ -178,11 +204,19 @@ class Transfers:
 
         def take(blocks: list[Block]) -> None:
             block = blocks[0]
-            if not alone and pending.region is None:
+            if pending.outcome is None:  # the caller went while the rank waited for room
+                self.settle_transit(blocks)
+                control.send(pack(Kind.GRANT, call_id))
+            elif alone:
+                self._grant(rank, call_id, block, sizes, places)
+                self.settle_transit(blocks)
+            elif pending.region is None:
                 self._make_region(pending, block, sizes)
-            self._grant(rank, call_id, block, sizes, places)
-            if alone:
-                self._arena.release(block.offset, (self._session, TRANSIT))
+                self._grant(rank, call_id, block, sizes, places)
+            else:  # another rank waited too, and came first
+                same = pending.region.sizes == sizes
+                self._grant(rank, call_id, pending.region.block if same else block, sizes, places)
+                self.settle_transit(blocks)
 
         def refuse(error: Exception) -> None:
             control.send(pack(Kind.GRANT, call_id, str(error).encode()))
@@ -225,9 +259,10 @@ class Transfers:
         Raises:
             ResourceError: it can never fit. Nothing has been sent.
         """
-        cargo = [Cargo.of(load, self._arena) for load in loads]
+        cargo = [Cargo.of(load, self._arena, (self._session, TRANSIT)) for load in loads]
         weight = sum(each.weight for each in cargo)
         if weight > self._limit or not self._arena.fits(weight):
+            self.settle_transit([block for each in cargo for block in each.references])
             raise ResourceError(
                 f"{pending.label}: {_bytes(weight)} of arguments can't fit the arena "
                 f"(arena_limit is {_bytes(self._limit)}, "
@@ -245,6 +280,14 @@ class Transfers:
         """Get room for arguments: call ``take``, now (True) or later, or ``refuse`` after the timeout."""
         return self._want(weights, take, refuse, what, limited=True)
 
+    def unwant(self, take: Callable[[list[Block]], None]) -> None:
+        """Undo `want`, so that nobody waits behind it."""
+        for want in list(self._wants):
+            if want.take == take:
+                want.alarm.cancel()
+                self._wants.remove(want)
+                self._loop.call_soon(self._room)
+
     def hold(self, block: Block, rank: int) -> None:
         """Write down that a rank is sent a block."""
         self._arena.hold(block, (self._session, rank))
@@ -256,23 +299,32 @@ class Transfers:
     def copy(
         self,
         pieces: Sequence[tuple[sources.Source, memoryview]],
+        blocks: Sequence[Block],
         done: Callable[[BaseException | None], None],
     ) -> None:
-        """Copy in threads; ``done`` is called on the loop when all have ended, with the first error."""
-        left = len(pieces)
-        first: list[BaseException] = []
+        """Copy in threads; ``done`` is called on the loop when all have ended, with the first error.
 
-        def one_done(error: BaseException | None) -> None:
-            nonlocal left
-            left -= 1
-            if error is not None:
-                first.append(error)
-            if not left:
-                done(first[0] if first else None)
+        ``blocks``, which are copied to, are nobody else's until then, also when the group ends.
+        """
+        left = len(pieces)
+        lock = threading.Lock()
+        errors: list[BaseException] = []
+        for block in blocks:
+            self._arena.hold(block, (self._session, _COPYING))
 
         def tell(future: concurrent.futures.Future[None]) -> None:
+            nonlocal left
+            with lock:
+                error = future.exception()
+                if error is not None:
+                    errors.append(error)
+                left -= 1
+                if left:
+                    return
+            for block in blocks:
+                self._arena.release(block.offset, (self._session, _COPYING))
             try:
-                self._loop.call_soon_threadsafe(one_done, future.exception())
+                self._loop.call_soon_threadsafe(done, errors[0] if errors else None)
             except RuntimeError:
                 pass  # the loop is closed, and its group with it
 
@@ -302,11 +354,20 @@ class Transfers:
             if blocks is not None:
                 take(blocks)
                 return True
+            if not limited and not self._arena.fits(sum(weights)):
+                refuse(
+                    ResourceError(
+                        f"{_bytes(sum(weights))} of {what} can't fit the arena: "
+                        f"memory has room for {_bytes(self._arena.room)}: send less at a time"
+                    )
+                )
+                return True
         want: _Want
 
         def give_up() -> None:
             self._wants.remove(want)
             refuse(ResourceError(self._shortage(sum(weights), what)))
+            self._room()  # whoever stood behind it
 
         want = _Want(
             weights, take, refuse, self._loop.call_later(self._timeout, give_up), what, limited
@@ -318,14 +379,7 @@ class Transfers:
     def _allocate(self, weights: Sequence[int], *, limited: bool) -> list[Block] | None:
         if limited and self._arena.in_use(self._session) + sum(weights) > self._limit:
             return None
-        blocks: list[Block] = []
-        for weight in weights:
-            block = self._arena.allocate(weight, self._session)
-            if block is None:
-                self.settle_transit(blocks)
-                return None
-            blocks.append(block)
-        return blocks
+        return self._arena.allocate_all(weights, self._session)
 
     def _listen(self, yes: bool) -> None:
         if yes and not self._listening:

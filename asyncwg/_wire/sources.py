@@ -88,9 +88,11 @@ def inline(sources: Sequence[Source]) -> list[Buffer]:
     return buffers
 
 
-def steady(source: Source) -> Source:
-    """Return a copy of what may change without a trace, and anything else as it is."""
-    return source if version_of(source) is not None else bytes(inline([source])[0])
+def steady(source: Source, *, always: bool = False) -> Source:
+    """Return a copy of what may change without a trace, or of all; anything else as it is."""
+    if version_of(source) is not None and not always:
+        return source
+    return bytes(inline([source])[0])
 
 
 def version_of(source: Source) -> int | None:
