@@ -49,6 +49,9 @@ def _reduce_array(array: Any) -> Any:
         return _array, (array.dtype, array.shape, pickle.PickleBuffer(Strided.of(array)))
     # A read-only array would arrive read-only: its copy does not. Whoever receives it owns it.
     writable = array if array.flags.writeable else array.copy()
+    if writable.base is not None and not isinstance(writable.base, type(array)):
+        # An array made of a tensor must not be taken for the tensor, whose counter numpy does not move.
+        writable = writable[...]
     return writable.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
