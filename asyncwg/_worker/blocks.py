@@ -27,6 +27,7 @@ from asyncwg._wire.frames import (
     unpack_placed,
 )
 from asyncwg._wire.shipment import Shipment
+from asyncwg._wire.sources import version_of
 from asyncwg.errors import ResourceError
 
 _PAIR: Final = struct.Struct("<QQ")
@@ -66,18 +67,25 @@ class Blocks:
         if not flags & ARENA:
             return unpack(body, n_buffers)
         stream, placed = unpack_placed(body, n_buffers)
-        blocks = [self.mapping.receive(offset, size) for offset, size in placed.blocks]
+        blocks: list[memoryview] = []
+        try:
+            for offset, size in placed.blocks:
+                blocks.append(self.mapping.receive(offset, size))  # some may be there
+        except BaseException:
+            for offset, _ in placed.blocks[len(blocks) :]:
+                self._let_go(offset, 1)
+            raise
         buffers = [blocks[n][place : place + size] for size, n, place in placed.buffers]
         return (stream, buffers) if stream else (buffers.pop(), buffers)
 
     def let_go(self) -> list[Buffer] | None:
         """Return the frame that tells what was let go, or None."""
-        if not self._gone:
-            return None
         pairs: list[bytes] = []
-        while self._gone:
-            pairs.append(_PAIR.pack(*self._gone.popleft()))
-        return pack(Kind.RELEASE, 0, b"".join(pairs))
+        try:
+            while True:
+                pairs.append(_PAIR.pack(*self._gone.popleft()))
+        except IndexError:  # and not a look before each: another thread may be at it too
+            return pack(Kind.RELEASE, 0, b"".join(pairs)) if pairs else None
 
     def offer(
         self, call_id: int, shipment: Shipment, answer: Callable[[Grant], None], lane: int
@@ -89,27 +97,46 @@ class Blocks:
 
     def granted(self, call_id: int, flags: int, n_buffers: int, body: memoryview) -> None:
         """Take a GRANT frame."""
-        answer = self._waiting.pop(call_id, None)
-        if answer is None:
-            return
+        answer = self._waiting.pop(call_id, self.give_back)
         if flags & ARENA:
             answer(Grant(unpack_placed(body, n_buffers)[1], ""))
         else:
             answer(Grant(None, bytes(body).decode()))
 
-    def place(self, call_id: int, shipment: Shipment, grant: Grant) -> list[Buffer]:
+    def give_back(self, grant: Grant) -> None:
+        """Let go of a place that no result will stand in."""
+        if grant.placed is not None:
+            for offset, _ in grant.placed.blocks:
+                self._let_go(offset, 1)
+
+    def place(
+        self, call_id: int, shipment: Shipment, versions: Sequence[int | None], grant: Grant
+    ) -> list[Buffer]:
         """Write a result where it was granted, and return its frame.
+
+        Args:
+            call_id: of the call.
+            shipment: the result.
+            versions: of its buffers when it was returned (O-7).
+            grant: from the controller.
 
         Raises:
             ResourceError: there was no room.
+            RuntimeError: it was written to meanwhile.
         """
         if grant.placed is None:
             if grant.why:
                 raise ResourceError(grant.why)
             return pack(Kind.RESULT, call_id, flags=NONE)
         blocks, buffers = grant.placed
-        for (size, number, place), source in zip(buffers, shipment.sources, strict=True):
-            sources.copy(source, self.mapping.writable(blocks[number][0] + place, size))
+        try:
+            for (size, number, place), source in zip(buffers, shipment.sources, strict=True):
+                sources.copy(source, self.mapping.writable(blocks[number][0] + place, size))
+            if [version_of(source) for source in shipment.sources] != versions:
+                raise RuntimeError("a result was written to before it had been sent")
+        except BaseException:
+            self.give_back(grant)
+            raise
         return pack_placed(Kind.RESULT, call_id, shipment.stream, grant.placed)
 
     def own(self, offsets: Sequence[int]) -> None:

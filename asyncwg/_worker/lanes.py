@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._transport.blocking import BlockingChannel
-from asyncwg._wire.frames import Buffer, Kind, pack
+from asyncwg._wire.frames import NONE, Buffer, Kind, pack
 from asyncwg._wire.shipment import Shipment
 from asyncwg._wire.sources import version_of
 from asyncwg._worker import context
@@ -124,9 +124,11 @@ class ComputeLane:
     def _place(self, service: Service, call_id: int, large: Shipment) -> list[Buffer]:
         """Wait for a place for a large result and write it there, before anything can change it."""
         answer: queue.SimpleQueue[Grant] = queue.SimpleQueue()
+        # An ``async def`` method may run meanwhile, and write to what both know.
+        versions = [version_of(source) for source in large.sources]
         self.channel.send(service.blocks.offer(call_id, large, answer.put, 0))
         try:
-            return service.blocks.place(call_id, large, answer.get())
+            return service.blocks.place(call_id, large, versions, answer.get())
         except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
             return service.failure(call_id, error)
 
@@ -232,20 +234,28 @@ class AsyncLane:
         """Wait for a place for a large result and write it there."""
         granted: asyncio.Future[Grant] = self._loop.create_future()
 
+        def take(grant: Grant) -> None:
+            if granted.done():
+                service.blocks.give_back(grant)
+            else:
+                granted.set_result(grant)
+
         def answer(grant: Grant) -> None:
-            self._loop.call_soon_threadsafe(_set_once, granted, grant)
+            self._loop.call_soon_threadsafe(take, grant)
 
         # Others run while the answer is awaited: what they may change unseen is copied now (O-7).
         steady = large.steady()
         versions = [version_of(source) for source in steady.sources]
         self._send(service.blocks.offer(call_id, steady, answer, 1))
         try:
-            frame = service.blocks.place(call_id, steady, await granted)
-            if [version_of(source) for source in steady.sources] != versions:
-                raise RuntimeError("a result was written to before it had been sent")
+            grant = await granted
+        except asyncio.CancelledError:
+            # The caller has gone, but the controller still counts the answer.
+            return pack(Kind.RESULT, call_id, flags=NONE)
+        try:
+            return service.blocks.place(call_id, steady, versions, grant)
         except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
             return service.failure(call_id, error)
-        return frame
 
     async def _bounded(self, request: Request) -> Any:
         remaining = request.call.remaining
@@ -337,11 +347,6 @@ class ControlLane:
 
     def _gate(self, aux: int) -> Gate:
         return self._async.gate if aux and self._async is not None else self._compute.gate
-
-
-def _set_once(future: asyncio.Future[Grant], grant: Grant) -> None:
-    if not future.done():
-        future.set_result(grant)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
