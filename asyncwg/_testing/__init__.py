@@ -1,0 +1,1 @@
+"""What `asyncwg.testing` is made of."""
