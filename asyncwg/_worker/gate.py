@@ -23,6 +23,8 @@ class Gate:
         self._last = 0
         self._held: set[int] = set()
         self._dropped: set[int] = set()
+        self._cancelled: set[int] = set()
+        """Calls that have not started, and whose caller has gone all the same: another rank has."""
         self._running: dict[int, CurrentCall] = {}
 
     def enter(self, call: CurrentCall) -> bool:
@@ -44,6 +46,9 @@ class Gate:
         if self._dropped and call.id in self._dropped:
             self._dropped.discard(call.id)
             return False
+        if self._cancelled and call.id in self._cancelled:
+            self._cancelled.discard(call.id)
+            call.cancel()
         self._running[call.id] = call
         return True
 
@@ -79,9 +84,11 @@ class Gate:
             self._wake()
 
     def cancel(self, call_id: int) -> CurrentCall | None:
-        """Tell a running call that its caller has gone; return it if it runs."""
+        """Tell a call that its caller has gone, now or when it starts; return it if it runs."""
         with self._changed:
             call = self._running.get(call_id)
             if call is not None:
                 call.cancel()
+            elif call_id > self._last:
+                self._cancelled.add(call_id)
             return call

@@ -213,6 +213,8 @@ class AsyncLane:
     async def _answer(self, service: Service, request: Request) -> list[Buffer]:
         call = request.call
         try:
+            if call.cancelled:  # before it could start
+                raise asyncio.CancelledError
             limit = self._limits.get(call.method.rpartition(".")[2])
             if limit is None:
                 value = await self._bounded(request)

@@ -137,8 +137,17 @@ def test_cancelling_a_call_that_does_not_run_tells_nobody(gate: Gate) -> None:
     gate.enter(served)
     gate.leave(served)
     assert gate.cancel(1) is None
-    assert gate.cancel(2) is None
     assert not served.cancelled
+
+
+def test_a_call_that_was_cancelled_before_it_started_knows_it_when_it_starts(gate: Gate) -> None:
+    """It was held here and had started elsewhere: nobody would tell it a second time."""
+    served = call(1)
+    gate.hold(1)
+    gate.resume(1)
+    assert gate.cancel(1) is None
+    assert gate.enter(served) is True
+    assert served.cancelled
 
 
 def test_trying_does_not_wait_for_a_call_that_is_held(gate: Gate) -> None:
