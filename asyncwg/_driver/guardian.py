@@ -133,6 +133,19 @@ def guardian() -> Guardian:
         return _guardian
 
 
+def bury(gone: Guardian) -> bool:
+    """Let go of a guardian that has ended, and take its exit status; False while it lives."""
+    global _guardian  # one per process
+    with _lock:
+        if gone is not _guardian:
+            return True
+        if gone.alive:
+            return False
+        gone.close(0)
+        _guardian = None
+        return True
+
+
 def _at_exit() -> None:
     global _guardian
     if _guardian is not None:

@@ -16,12 +16,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncwg import _linux as linux
-from asyncwg._driver.guardian import Guardian
+from asyncwg._driver.guardian import Guardian, bury
 from asyncwg._wire.launch import SESSION_VARIABLE, receive, send
 
 _CODE_WAIT: Final = 0.5
 """Seconds that the guardian has to tell an exit code once the process is seen to have ended. It
 answers in a millisecond unless it is importing a library."""
+_SWEEP_EVERY: Final = 0.01
+"""Seconds between two looks for what a killed guardian has left."""
 
 
 class Processes:
@@ -48,6 +50,7 @@ class Processes:
         self._exited: set[int] = set()
         self._changed: list[asyncio.Future[None]] = []
         self._ended = False
+        self._sweeping: asyncio.TimerHandle | None = None
         loop.add_reader(sock.fileno(), self._readable)
 
     async def start(
@@ -155,23 +158,43 @@ class Processes:
 
     def _guardian_gone(self) -> None:
         """Its workers die with it; what they had started is found by its mark and killed here."""
-        if self._ended:
+        if self._ended or self._sweeping is not None:
             return
-        self._finish_stream()
-        tag = f"{SESSION_VARIABLE}={self._name}".encode()
-        for pid in linux.processes():
-            if linux.environment_has(pid, tag) or linux.environment_has(pid, self._guardian.token):
-                linux.kill(pid)
+        self._close_stream()
+        self._sweep()
         for rank in list(self._pidfds):
             self._settle(rank, None)
         self._on_failure(None, "the guardian process was killed")
         self._notify()
 
-    def _finish_stream(self) -> None:
-        if not self._ended:
+    def _sweep(self) -> None:
+        """Kill what a guardian that is gone has left; when nothing is, say so (P-2)."""
+        tag = f"{SESSION_VARIABLE}={self._name}".encode()
+        left = [
+            pid
+            for pid in linux.processes()
+            if linux.environment_has(pid, tag) or linux.environment_has(pid, self._guardian.token)
+        ]
+        for pid in left:
+            linux.kill(pid)
+        if bury(self._guardian) and not left:
+            self._sweeping = None
             self._ended = True
-            self._loop.remove_reader(self._sock.fileno())
-            self._sock.close()
+            self._notify()
+        else:
+            self._sweeping = self._loop.call_later(_SWEEP_EVERY, self._sweep)
+
+    def _finish_stream(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        elif not self._ended:
+            self._close_stream()
+        self._ended = True
+
+    def _close_stream(self) -> None:
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
 
     def _new_change(self) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
