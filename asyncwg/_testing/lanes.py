@@ -39,6 +39,7 @@ class Sabotage:
         self._lanes = [rank.lanes for rank in self._ranks]
         self._counts = [0] * len(self._ranks)
         self._late: dict[asyncio.TimerHandle, Callable[[], None]] = {}
+        self._over = False
 
     def begin(self) -> None:
         """Stand in the way."""
@@ -48,6 +49,7 @@ class Sabotage:
 
     def end(self) -> None:
         """Step out of the way; what was held back goes now."""
+        self._over = True
         for rank, lanes in zip(self._ranks, self._lanes, strict=True):
             rank.lanes = lanes
         for timer, go in list(self._late.items()):
@@ -62,12 +64,15 @@ class Sabotage:
         return [fault for fault in self._faults if (fault.rank, fault.at) == (rank, number)]
 
     def kill(self, rank: int) -> None:
-        """End a rank's process, when this turn of the loop has sent what it had to send."""
-        processes = self._gang._processes  # noqa: SLF001  # the one that can't hit another process
-        self._loop.call_soon(processes.signal, rank, signal.SIGKILL)
+        """End a rank's process."""
+        processes = self._gang._processes  # noqa: SLF001  # they can't hit another process
+        processes.signal(rank, signal.SIGKILL)
 
     def later(self, seconds: float, go: Callable[[], None]) -> None:
         """Call ``go`` after so many seconds, or when the plan ends."""
+        if self._over:
+            go()
+            return
 
         def due() -> None:
             del self._late[timer]
@@ -90,8 +95,8 @@ class _Lane:
         if any(fault.action in ("delay", "drop") for fault in faults):
             _Place(self._sabotage, self._channel, faults).fill([b"".join(pieces)])
         else:
-            self._channel.send(pieces)
             _strike(self._sabotage, self._channel, faults)
+            self._channel.send(pieces)
 
     def reserve(self) -> Any:
         """Take a place; see `SocketChannel.reserve`."""
@@ -117,9 +122,9 @@ class _Place:
         frame = () if "drop" in actions else pieces
 
         def go() -> None:
-            self._slot.fill(frame)
             if pieces:
                 _strike(self._sabotage, self._channel, self._faults)
+            self._slot.fill(frame)
 
         if seconds and pieces:
             self._sabotage.later(seconds, go)
@@ -132,6 +137,7 @@ class _Place:
 
 
 def _strike(sabotage: Sabotage, channel: SocketChannel, faults: Sequence[Fault]) -> None:
+    # Before the frame is sent, so that it can't be answered first.
     for fault in faults:
         if fault.action == "kill":
             sabotage.kill(fault.rank)

@@ -14,9 +14,9 @@ import re
 import select
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 GUARDIAN: Final = "asyncwg-guardian"
 """Part of the command line of the helper that lives as long as its controller."""
@@ -40,12 +40,14 @@ SHM: Final = Path("/dev/shm")
 _PROC: Final = Path("/proc")
 
 
-class Process(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Process:
     """A process that can't be taken for a later one with the same number."""
 
     pid: int
     started: int
     """When, in the kernel's ticks."""
+    parent: int = field(compare=False)
 
     def __str__(self) -> str:
         try:
@@ -68,7 +70,9 @@ class Snapshot:
     def take(cls) -> Snapshot:
         """Look now."""
         below = descendants()
-        guardians = frozenset(p.pid for p in below if GUARDIAN in command(p.pid))
+        # A forked worker has the command line of the guardian, but that is its parent.
+        named = {process.pid for process in below if GUARDIAN in command(process.pid)}
+        guardians = frozenset(p.pid for p in below if p.pid in named and p.parent not in named)
         others = frozenset(p for p in below if p.pid not in guardians)
         return cls(_descriptors(), _shared_memory(), others, guardians)
 
@@ -110,7 +114,7 @@ def descendants() -> list[Process]:
         if name.isdigit():
             with contextlib.suppress(OSError):
                 _, parent, started = _stat(int(name))
-                children.setdefault(parent, []).append(Process(int(name), started))
+                children.setdefault(parent, []).append(Process(int(name), started, parent))
     found: list[Process] = []
     parents = [os.getpid()]
     while parents:
