@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class Processes:
         self._changed: list[asyncio.Future[None]] = []
         self._ended = False
         self._sweeping: asyncio.TimerHandle | None = None
+        self._dying: list[int] = []
         loop.add_reader(sock.fileno(), self._readable)
 
     async def start(
@@ -93,7 +95,7 @@ class Processes:
             try:
                 send(self._sock, {"op": "end"})
             except OSError:
-                pass  # the guardian is gone; so are its processes
+                pass  # the guardian is gone; `_sweep` kills what is left
         while not self._ended:
             await asyncio.shield(self._new_change())
 
@@ -107,6 +109,9 @@ class Processes:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
         self._pidfds.clear()
+        for pidfd in self._dying:
+            os.close(pidfd)
+        self._dying.clear()
 
     def _readable(self) -> None:
         while True:
@@ -168,21 +173,30 @@ class Processes:
         self._notify()
 
     def _sweep(self) -> None:
-        """Kill what a guardian that is gone has left; when nothing is, say so (P-2)."""
+        """Kill what a guardian that is gone has left; when nothing is, say so (P-2).
+
+        A process that is about to end has no environment any more, so no look finds it: those that
+        were found are watched to their end.
+        """
         tag = f"{SESSION_VARIABLE}={self._name}".encode()
-        left = [
-            pid
-            for pid in linux.processes()
-            if linux.environment_has(pid, tag) or linux.environment_has(pid, self._guardian.token)
-        ]
-        for pid in left:
-            linux.kill(pid)
-        if bury(self._guardian) and not left:
-            self._sweeping = None
-            self._ended = True
-            self._notify()
-        else:
+        found = False
+        for pid in linux.processes():
+            if linux.environment_has(pid, tag) or linux.environment_has(pid, self._guardian.token):
+                found = True
+                with contextlib.suppress(OSError):  # it has just ended
+                    pidfd = os.pidfd_open(pid)
+                    self._dying.append(pidfd)
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        watched = select.poll()
+        everyone = {*self._dying, *self._pidfds.values()}
+        for pidfd in everyone:
+            watched.register(pidfd, select.POLLIN)
+        if found or len(watched.poll(0)) < len(everyone) or not bury(self._guardian):
             self._sweeping = self._loop.call_later(_SWEEP_EVERY, self._sweep)
+            return
+        self._sweeping = None
+        self._ended = True
+        self._notify()
 
     def _finish_stream(self) -> None:
         if self._sweeping is not None:
