@@ -12,7 +12,7 @@ from asyncwg._driver.gang import Gang
 from asyncwg._driver.guardian import guardian
 from asyncwg._driver.launch import Spec, encode_init, plan_launch
 from asyncwg._inline import InlineGang
-from asyncwg._sender import Job, Sender
+from asyncwg._sender import Job, Repeater, Sender
 from asyncwg.errors import GroupClosedError
 from asyncwg.resource_pool import ResourcePool
 
@@ -71,9 +71,11 @@ class Generation:
             raise
         return cls(gang, pool, held, store)
 
-    def open(self, loop: asyncio.AbstractEventLoop, group: Any, *, has_async: bool) -> Sender:
+    def open(
+        self, loop: asyncio.AbstractEventLoop, group: Any, repeater: Repeater, *, has_async: bool
+    ) -> Sender:
         """Take calls from now on, through what is returned."""
-        self.sender = Sender(loop, self.gang, group, has_async=has_async)
+        self.sender = Sender(loop, self.gang, group, repeater, has_async=has_async)
         return self.sender
 
     async def stop(self, grace: float, why: str) -> list[Exception]:

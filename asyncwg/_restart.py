@@ -18,7 +18,7 @@ from asyncwg.call import Call
 from asyncwg.errors import GroupBrokenError, GroupClosedError, UsageError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from asyncwg.worker_group import WorkerGroup
+    from asyncwg._core import Core
 
 _log: Final = logging.getLogger("asyncwg")
 
@@ -116,7 +116,7 @@ class Supervisor:
         policy: None for a group that stays broken.
     """
 
-    def __init__(self, group: WorkerGroup, name: str, policy: RestartPolicy | None) -> None:
+    def __init__(self, group: Core, name: str, policy: RestartPolicy | None) -> None:
         self._group = group
         self._name = name
         self.policy: Final = policy

@@ -17,7 +17,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from asyncwg import dispatch
 from asyncwg._driver.calls import Outcome, Pending
@@ -137,16 +137,24 @@ class _Waiting(NamedTuple):
     needs: list[Call[Any]]
 
 
+class Repeater(Protocol):
+    """Who may send a call again that failed because its group broke."""
+
+    def repeat(self, job: Job, call: Call[Any], error: Exception) -> bool:
+        """Keep the call, to be sent later; False where it is not to be repeated."""
+        ...
+
+
 class _Repeatable:
     """Outcome of a call that may be sent again when the group breaks; its arguments are kept."""
 
-    def __init__(self, group: Any, job: Job, call: Call[Any]) -> None:
-        self._group = group
+    def __init__(self, repeater: Repeater, job: Job, call: Call[Any]) -> None:
+        self._repeater = repeater
         self._job = job
         self._call = call
 
     def settle(self, results: list[Any] | None, error: Exception | None) -> None:
-        if error is None or not self._group.supervisor.repeat(self._job, self._call, error):
+        if error is None or not self._repeater.repeat(self._job, self._call, error):
             self._call.settle(results, error)
 
 
@@ -180,16 +188,24 @@ class Sender:
         loop: the group's.
         gang: the generation.
         group: handed to the user's dispatch functions.
+        repeater: takes calls that may be sent again.
         has_async: whether the ranks have an async lane.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, gang: Gang, group: Any, *, has_async: bool
+        self,
+        loop: asyncio.AbstractEventLoop,
+        gang: Gang,
+        group: Any,
+        repeater: Repeater,
+        *,
+        has_async: bool,
     ) -> None:
         self._loop = loop
         self._gang = gang
         self._calls = gang.calls
         self._group = group
+        self._repeater = repeater
         self._has_async = has_async
         self._waiting: tuple[list[_Waiting], list[_Waiting]] = ([], [])
         self._layouts: dict[Target, dispatch.Layout] = {}
@@ -300,7 +316,7 @@ class Sender:
                 frames = [frames[each] for each in plan.index]
         outcome: Outcome = call
         if method.options.idempotent:
-            outcome = _Repeatable(self._group, job, call)
+            outcome = _Repeatable(self._repeater, job, call)
         pending = self._calls.send(
             call_id,
             method.label,
@@ -339,7 +355,7 @@ class Sender:
             job.method.label,
             job.target.ranks,
             lane,
-            _Repeatable(self._group, job, call) if job.method.options.idempotent else call,
+            _Repeatable(self._repeater, job, call) if job.method.options.idempotent else call,
             single=job.target.single,
             on_error=job.options.on_error,
         )

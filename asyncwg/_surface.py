@@ -5,36 +5,34 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
+from asyncwg._core import Core
 from asyncwg._sender import CallOptions, Job, Quick, Target, nearest, quick_of
 from asyncwg._wire.frames import NO_METHOD, Kind
 from asyncwg.call import Call
 from asyncwg.decorator import CustomMode, Dispatch, Method, Mode
 from asyncwg.errors import UsageError
 
-if TYPE_CHECKING:
-    from asyncwg.worker_group import WorkerGroup
-
-WINDOW_CALLS: Final = 64
-"""Unanswered calls of a rank beyond which `Surface.ready` waits: enough to keep a rank busy with
-calls of 20 us while a producer does something else for a millisecond."""
-WINDOW_BYTES: Final = 4 << 20
-"""Bytes that wait for one rank beyond which `Surface.ready` waits; larger values go another way."""
-
 
 class Proxy:
     """A registered method on a group or a view. Calling it sends at once and returns a `Call`."""
 
     def __init__(
-        self, surface: Surface, method: Method, mode: Mode, number: int, options: CallOptions
+        self,
+        core: Core,
+        target: Target,
+        method: Method,
+        mode: Mode,
+        number: int,
+        options: CallOptions,
     ) -> None:
-        self._surface = surface
+        self._core = core
+        self._target = target
         self._method = method
         self._mode = mode
-        self._number = number
         self._options = options
-        self._fixed = (surface, method, mode, number, options)
+        self._fixed = (target, method, mode, number)
         self._quick: Quick | None = None
         self._shapes: set[tuple[Any, ...]] = set()
         self.__name__ = method.name
@@ -58,19 +56,14 @@ class Proxy:
             GroupBrokenError: it broke.
         """
         if not args and not kwargs and self._quick is not None:
-            return self._surface.group.submit_quick(self._quick)
+            return self._core.submit_quick(self._quick)
         shape = (len(args), *kwargs)
         if shape not in self._shapes:
             self._check(args, kwargs)
             self._shapes.add(shape)
             if shape == (0,):
-                self._quick = quick_of(
-                    Job(self._surface.target, *self._fixed[1:4], (), {}, self._options)
-                )
-        surface, method, mode, number, options = self._fixed
-        return surface.group.submit(
-            Job(surface.target, method, mode, number, args, kwargs, options)
-        )
+                self._quick = quick_of(Job(*self._fixed, (), {}, self._options))
+        return self._core.submit(Job(*self._fixed, args, kwargs, self._options))
 
     def options(self, **options: Any) -> Proxy:
         """Return this proxy with other options: ``await wg.step.options(timeout=5)(batch)``.
@@ -89,9 +82,7 @@ class Proxy:
                 raise TypeError(
                     f"{self._method.label}.options() has no option {name!r}{nearest(name, known)}"
                 )
-        return Proxy(
-            self._surface, self._method, self._mode, self._number, replace(self._options, **options)
-        )
+        return Proxy(self._core, *self._fixed, replace(self._options, **options))
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._method.kind in ("generator", "async generator"):
@@ -104,19 +95,20 @@ class Proxy:
             raise TypeError(f"{self._method.label}: {error}") from None
 
     def __repr__(self) -> str:
-        return f"<proxy of {self._method.label} on {self._surface!r}>"
+        return f"<proxy of {self._method.label} of group {self._core.name!r}>"
 
 
 class Surface:
     """A group, or a view on some of its ranks: what proxies hang on."""
 
-    group: WorkerGroup
-    target: Target
+    def __init__(self, core: Core, target: Target) -> None:
+        self._core = core
+        self._target = target
 
     @property
     def world_size(self) -> int:
         """Number of ranks here."""
-        return len(self.target.ranks)
+        return len(self._target.ranks)
 
     async def ready(self) -> None:
         """Wait until every rank here has room for another call.
@@ -129,7 +121,7 @@ class Surface:
             GroupClosedError: the group does not run.
             GroupBrokenError: it broke.
         """
-        await self.group.until_ready(self.target.ranks)
+        await self._core.ready(self._target.ranks)
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a method, registered or not, on every rank here, with the arguments as they are.
@@ -137,68 +129,51 @@ class Surface:
         `PerRank` gives each rank its own. The result is a list by rank (a value on a one-rank
         view).
         """
-        return self._execute(self.target, method_name, args, kwargs)
+        return self._execute(self._target, method_name, args, kwargs)
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a method, registered or not, on the first rank here; the result is its value."""
-        return self._execute(Target(self.target.ranks[:1], True), method_name, args, kwargs)
+        return self._execute(Target(self._target.ranks[:1], True), method_name, args, kwargs)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
         """Run ``function(worker, *args, **kwargs)`` on every rank here; a list by rank."""
         if not callable(function):
             raise UsageError(f"run() takes a function, not {function!r}")
         name = getattr(function, "__name__", "function")
-        method = self.group.adhoc(name, f"run({name})", function)
+        method = self._core.adhoc(name, f"run({name})", function)
         job = Job(
-            self.target, method, Dispatch.ALL_TO_ALL, NO_METHOD, (function, *args), kwargs,
-            self.group.options, Kind.RUN,
+            self._target, method, Dispatch.ALL_TO_ALL, NO_METHOD, (function, *args), kwargs,
+            self._core.options, Kind.RUN,
         )  # fmt: skip
-        return self.group.submit(job)
+        return self._core.submit(job)
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a registered method given as a function: ``wg.call(Trainer.step, batch)``."""
         return self._find(method)(*args, **kwargs)
 
     def _find(self, function: Callable[..., Any]) -> Proxy:
-        for proxy, method in self.group.methods.items():
+        for proxy, method in self._core.methods.items():
             if method.function is getattr(function, "__func__", function):
-                return self.proxy(proxy)
+                return self._proxy(proxy)
         raise AttributeError(
             f"{getattr(function, '__qualname__', function)!r} is no registered method of "
-            f"{self.group.cls.__name__}"
+            f"{self._core.cls.__name__}"
         )
 
     def _execute(
         self, target: Target, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call[Any]:
-        return self.group.submit(self.group.job_for(target, name, args, kwargs))
+        return self._core.submit(self._core.job_for(target, name, args, kwargs))
 
-    def job_for(
-        self, target: Target, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Job:
-        """Return the call of a method that may not be registered.
-
-        Raises:
-            AttributeError: the class has no such method.
-        """
-        cls = self.group.cls
-        function = getattr(cls, name, None)
-        if not callable(function):
-            raise AttributeError(  # noqa: TRY004  # what a misspelt name raises everywhere
-                f"{cls.__name__} has no method {name!r}{nearest(name, dir(cls))}"
-            )
-        method = self.group.adhoc(name, f"{cls.__name__}.{name}", function)
-        options = self.group.options
-        return Job(target, method, Dispatch.ALL_TO_ALL, NO_METHOD, args, kwargs, options)
-
-    def proxy(self, name: str) -> Proxy:
+    def _proxy(self, name: str) -> Proxy:
         """Return the proxy of a registered method on these ranks."""
-        method = self.group.methods[name]
+        method = self._core.methods[name]
         options = replace(
-            self.group.options, timeout=method.options.timeout, uneven=method.options.uneven
+            self._core.options, timeout=method.options.timeout, uneven=method.options.uneven
         )
-        mode = self.group.modes[name]
-        return Proxy(self, method, mode, self.group.numbers[method.name], options)
+        mode = self._core.modes[name]
+        number = self._core.numbers[method.name]
+        return Proxy(self._core, self._target, method, mode, number, options)
 
     def __getitem__(self, index: int | slice) -> View:
         """Return a view: ``wg[1:3]`` on some ranks, ``wg[0]`` on one, whose calls give its value.
@@ -207,17 +182,32 @@ class Surface:
             IndexError: there is no such rank, or no rank at all in the slice.
         """
         if isinstance(index, slice):
-            ranks = self.target.ranks[index]
+            ranks = self._target.ranks[index]
             if not ranks:
                 raise IndexError(f"no rank in [{index.start}:{index.stop}] of {self!r}")
-            return View(self.group, Target(ranks, False))
+            return View(self._core, Target(ranks, False))
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(f"a rank is an int or a slice, not {index!r}")
         try:
-            rank = self.target.ranks[index]
+            rank = self._target.ranks[index]
         except IndexError:
             raise IndexError(f"no rank {index} in {self!r}") from None
-        return View(self.group, Target((rank,), True))
+        return View(self._core, Target((rank,), True))
+
+    def __getattr__(self, name: str) -> Any:
+        core = self.__dict__.get("_core")
+        if core is not None and name in core.methods:
+            proxy = self._proxy(name)
+            self.__dict__[name] = proxy
+            return proxy
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r}"
+            if core is None
+            else core.no_method(name)
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._core.methods})
 
     def rank(self, index: int) -> View:
         """Return the view on one rank; the same as ``wg[index]``."""
@@ -230,21 +220,7 @@ class View(Surface):
     Made by ``wg[...]``; it lives and dies with its group.
     """
 
-    def __init__(self, group: WorkerGroup, target: Target) -> None:
-        self.group = group
-        self.target = target
-
-    def __getattr__(self, name: str) -> Proxy:
-        if name in self.group.methods:
-            proxy = self.proxy(name)
-            self.__dict__[name] = proxy
-            return proxy
-        raise AttributeError(self.group.no_method(name))
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self.group.methods})
-
     def __repr__(self) -> str:
-        ranks = self.target.ranks
-        shown = str(ranks[0]) if self.target.single else f"{list(ranks)}"
-        return f"<ranks {shown} of {self.group!r}>"
+        ranks = self._target.ranks
+        shown = str(ranks[0]) if self._target.single else f"{list(ranks)}"
+        return f"<ranks {shown} of group {self._core.name!r}, {self._core.state}>"

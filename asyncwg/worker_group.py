@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from asyncwg import distributed
-from asyncwg._driver.gang import Gang
+from asyncwg._core import Core
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport, Stacks
-from asyncwg._generation import Generation
-from asyncwg._restart import RestartPolicy, Supervisor
-from asyncwg._sender import CallOptions, Job, Quick, Sender, Target, nearest
-from asyncwg._surface import WINDOW_BYTES, WINDOW_CALLS, Surface, View
-from asyncwg.call import Call
+from asyncwg._restart import RestartPolicy
+from asyncwg._sender import CallOptions, nearest
+from asyncwg._surface import Surface, View
 from asyncwg.decorator import (
     Method,
-    MethodOptions,
-    PerRank,
     kind_of,
     methods_of,
-    resolve_mode,
-    unregistered_hint,
 )
 from asyncwg.errors import (
-    GroupBrokenError,
-    GroupClosedError,
-    InternalError,
     UsageError,
     WorkerGroupError,
 )
@@ -42,7 +30,6 @@ __all__ = ["ClassWithInitArgs", "RestartPolicy", "WorkerGroup"]
 
 T = TypeVar("T")
 
-_log: Final = logging.getLogger("asyncwg")
 
 RESERVED: Final = frozenset(
     [
@@ -173,30 +160,19 @@ class WorkerGroup(Surface):
         _check_options(
             unknown, resource_pool, cls_with_init, start_method, executor, error_grace, hang_after
         )
-        self.resource_pool: Final = resource_pool
-        self.cls: Final[type] = cls_with_init.cls
-        self._name = _check_name(self.cls.__name__ if name is None else name)
-        self._start_timeout = start_timeout
-        self._hang_after = hang_after
-        self._on_hang = on_hang
-        self.options: Final = CallOptions(on_error=on_error)
-        self.methods: Final = methods_of(self.cls)
-        self.modes: Final = {key: resolve_mode(m.options.mode) for key, m in self.methods.items()}
-        self.numbers: Final = {
-            method: i for i, method in enumerate(sorted({m.name for m in self.methods.values()}))
-        }
-        self.has_async: Final = _has_async(self.cls)
-        self._refuse_reserved()
-        limits = {m.name: m.options.max_concurrency for m in self.methods.values()}
-        self._spec = Spec(
-            name=self._name,
-            cls=self.cls,
+        cls = cls_with_init.cls
+        methods = methods_of(cls)
+        _refuse_reserved(methods)
+        limits = {m.name: m.options.max_concurrency for m in methods.values()}
+        spec = Spec(
+            name=_check_name(cls.__name__ if name is None else name),
+            cls=cls,
             args=cls_with_init.args,
             kwargs=dict(cls_with_init.kwargs),
-            names=list(self.numbers),
-            limits={name: limit for name, limit in limits.items() if limit is not None},
-            to_device=[m.name for m in self.methods.values() if m.options.to_device],
-            has_async=self.has_async,
+            names=sorted({method.name for method in methods.values()}),
+            limits={key: limit for key, limit in limits.items() if limit is not None},
+            to_device=[m.name for m in methods.values() if m.options.to_device],
+            has_async=_has_async(cls),
             local_ranks=resource_pool.local_rank_list(),
             local_world_sizes=resource_pool.local_world_size_list(),
             worker_env=distributed.check_worker_env(worker_env),
@@ -208,54 +184,53 @@ class WorkerGroup(Surface):
             arena_limit=arena_limit,
             arena_timeout=arena_timeout,
         )
-        self._everyone = Target(tuple(range(resource_pool.world_size)), False)
-        self._generation: Generation | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._state = "new"
-        self._finalizer: Any = None
-        self.supervisor: Final = Supervisor(self, self._name, restart)
+        core = Core(
+            spec,
+            resource_pool,
+            methods,
+            CallOptions(on_error=on_error),
+            start_timeout=start_timeout,
+            hang_after=hang_after,
+            on_hang=on_hang,
+            policy=restart,
+        )
+        super().__init__(core, core.everyone)
 
     @property
-    def group(self) -> WorkerGroup:  # type: ignore[override]  # a group is its own surface
-        """Itself; a view has the group it is of."""
-        return self
-
-    @property
-    def target(self) -> Target:  # type: ignore[override]  # follows the pool
-        """All ranks."""
-        return self._everyone
+    def resource_pool(self) -> ResourcePool:
+        """Where it runs."""
+        return self._core.pool
 
     @property
     def name(self) -> str:
         """The group's name."""
-        return self._name
+        return self._core.name
 
     @property
     def state(self) -> str:
         """``"new"``, ``"starting"``, ``"running"``, ``"broken"`` or ``"closed"``."""
-        if self._state == "running" and self._gang is not None and self._gang.broken is not None:
-            return "broken"
-        return self._state
+        return self._core.state
 
     @property
     def alive(self) -> bool:
         """Whether it runs and every process of it lives."""
-        return self._state == "running" and self._gang is not None and self._gang.alive
+        gang = self._core.gang
+        return self._core.state == "running" and gang is not None and gang.alive
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; empty before the start."""
-        return [] if self._gang is None else self._gang.pids
+        """Process ids by rank; empty while it does not run."""
+        return [] if self._core.gang is None else self._core.gang.pids
 
     @property
     def worker_names(self) -> list[str]:
         """``name:rank``, by rank."""
-        return [f"{self._name}:{rank}" for rank in self.target.ranks]
+        return [f"{self.name}:{rank}" for rank in self._target.ranks]
 
     @property
     def workers(self) -> list[View]:
         """One view per rank."""
-        return [self[rank] for rank in self.target.ranks]
+        return [self[rank] for rank in self._target.ranks]
 
     @property
     def master_address(self) -> str:
@@ -265,7 +240,7 @@ class WorkerGroup(Surface):
     @property
     def master_port(self) -> int:
         """The store's port; 0 while the group does not run."""
-        return 0 if self._generation is None else self._generation.port
+        return self._core.port
 
     def dp_size(self, mesh: str) -> int:
         """Return the number of data-parallel ranks of a mesh that the workers have registered.
@@ -273,7 +248,7 @@ class WorkerGroup(Surface):
         Raises:
             DispatchError: the mesh is not registered on every rank, or has gaps or two collectors.
         """
-        gang = self._running()
+        gang = self._core.running()
         table = gang.meshes.get(mesh, [None] * self.world_size)
         return check_mesh(mesh, table).dp_size
 
@@ -285,7 +260,7 @@ class WorkerGroup(Surface):
         Args:
             timeout: seconds that a rank has to answer.
         """
-        return await self._running().watch.stacks(timeout=timeout)
+        return await self._core.running().watch.stacks(timeout=timeout)
 
     async def check_health(self, timeout: float = 5.0) -> list[float | None]:
         """Return, by rank, the seconds in which its control lane answers; None where it does not.
@@ -296,7 +271,7 @@ class WorkerGroup(Surface):
         Raises:
             GroupBrokenError: the group is broken.
         """
-        return await self._running().watch.ping(timeout)
+        return await self._core.running().watch.ping(timeout)
 
     def start_worker_aliveness_check(
         self,
@@ -308,34 +283,14 @@ class WorkerGroup(Surface):
         Kept for programs written for verl. A death is always seen at once, so ``every_n_seconds`` says
         nothing here; and the controller is never signalled.
         """
-        self._running()
-        self.supervisor.on_death = on_death
-
-    def __getattr__(self, name: str) -> Any:
-        methods = self.__dict__.get("methods", {})
-        if name in methods:
-            proxy = self.proxy(name)
-            self.__dict__[name] = proxy
-            return proxy
-        raise AttributeError(
-            self.no_method(name) if methods else f"WorkerGroup has no attribute {name!r}"
-        )
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self.methods})
+        self._core.running()
+        self._core.supervisor.on_death = on_death
 
     def __repr__(self) -> str:
         return (
-            f"<WorkerGroup {self._name!r} of {self.world_size} x {self.cls.__name__}, {self.state}>"
+            f"<WorkerGroup {self.name!r} of {self.world_size} x {self._core.cls.__name__}, "
+            f"{self.state}>"
         )
-
-    def no_method(self, name: str) -> str:
-        """Say why ``name`` is not here, and what may have been meant."""
-        return unregistered_hint(self.cls, name, self.methods)
-
-    def adhoc(self, name: str, label: str, function: Callable[..., Any]) -> Method:
-        """Return the record of a method that is not registered."""
-        return Method(name, label, MethodOptions(), kind_of(function), function)
 
     @classmethod
     async def start(
@@ -349,12 +304,12 @@ class WorkerGroup(Surface):
             ResourceError: the pool's devices are taken.
         """
         group = cls(resource_pool, cls_with_init, **options)
-        await group._start()
+        await group.__aenter__()
         return group
 
     async def __aenter__(self) -> Self:
         """Start it; see `start`."""
-        await self._start()
+        await self._core.start(self)
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
@@ -381,16 +336,7 @@ class WorkerGroup(Surface):
 
         Cancelling it kills at once.
         """
-        generation, self._state = self._generation, "closed"
-        if generation is None:
-            return
-        self._check_loop()
-        self._generation = None
-        self._finalizer.detach()
-        self.supervisor.close()
-        errors = await generation.stop(grace, "was shut down")
-        if errors:
-            raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self._name!r}", errors)
+        await self._core.stop(grace)
 
     async def restart(self, grace: float = 5.0) -> None:
         """End the processes and start new ones in their place: a new generation of the same group.
@@ -407,22 +353,7 @@ class WorkerGroup(Surface):
 
         Cancelling it leaves no process, and the group closed.
         """
-        generation = self._generation
-        if generation is None or self._state not in ("running", "starting"):
-            self._running()
-            return
-        self._check_loop()
-        self._state = "starting"
-        self._generation = None
-        self._finalizer.detach()
-        try:
-            await generation.stop(grace, "was started again")
-        except BaseException:
-            self._state = "closed"
-            raise
-        saved = self.supervisor.saved
-        known = saved.exists and hasattr(self.cls, "load_state")
-        await self._start_generation(await saved.get() if known else None)
+        await self._core.restart(grace)
 
     async def save(self) -> None:
         """Keep what each rank's ``save_state()`` returns, for ``load_state`` after a restart.
@@ -432,126 +363,16 @@ class WorkerGroup(Surface):
         Raises:
             AttributeError: the class has no ``save_state``.
         """
-        await self.supervisor.saved.put(await self.execute_all("save_state"))
+        await self._core.save()
 
-    async def until_ready(self, ranks: Sequence[int]) -> None:
-        """Wait until each rank has room; see `Surface.ready`."""
-        await self._running().calls.ready(ranks, WINDOW_CALLS, WINDOW_BYTES)
-        self._running()
 
-    def submit(self, job: Job) -> Call[Any]:
-        """Send a call. For proxies."""
-        generation = self._generation
-        try:
-            usable = asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            usable = False
-        if not usable or generation is None or not generation.gang.usable:
-            self._running()  # says what is wrong
-        sender = None if generation is None else generation.sender
-        if sender is None:
-            raise InternalError(f"{self!r} can't take a call")
-        if self.supervisor.policy is not None:
-            self.supervisor.count_call()
-        return sender.submit(job)
-
-    def submit_quick(self, quick: Quick) -> Call[Any]:
-        """Send a call without arguments. For proxies."""
-        generation = self._generation
-        if (
-            generation is None
-            or generation.sender is None
-            or not generation.gang.usable
-            or self.supervisor.policy is not None
-            or asyncio.get_running_loop() is not self._loop
-        ):
-            return self.submit(quick.job)
-        return generation.sender.submit_quick(quick)
-
-    @property
-    def sender(self) -> Sender | None:
-        """The way to the ranks; None while there is none."""
-        return None if self._generation is None else self._generation.sender
-
-    @property
-    def _gang(self) -> Gang | None:
-        return None if self._generation is None else self._generation.gang
-
-    def _running(self) -> Gang:
-        gang = self._gang
-        if gang is None or self._state != "running":
-            if self._state == "closed":
-                raise GroupClosedError(f"group {self._name!r} was shut down")
-            if self._state == "starting":
-                raise GroupBrokenError(f"group {self._name!r} is being started: await that first")
-            raise GroupClosedError(
-                f"group {self._name!r} has not been started: use 'async with' or await WorkerGroup.start(...)"
-            )
-        self._check_loop()
-        gang.check()
-        return gang
-
-    def _check_loop(self) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        if loop is not self._loop:
+def _refuse_reserved(methods: Mapping[str, Method]) -> None:
+    for proxy, method in methods.items():
+        if proxy in RESERVED or hasattr(WorkerGroup, proxy):
             raise UsageError(
-                f"group {self._name!r} belongs to the event loop that started it, and this is another thread "
-                "or loop: use asyncwg.blocking for code without one"
+                f"{method.label} has a name that WorkerGroup.{proxy} has already: give the proxy "
+                f"another one with @register(..., name={'worker_' + proxy!r})"
             )
-
-    async def _start(self) -> None:
-        if self._state != "new":
-            raise UsageError(f"group {self._name!r} was started before: make a new one")
-        self._loop = asyncio.get_running_loop()
-        _check_selector(self._loop)
-        self._state = "starting"
-        await self._start_generation()
-
-    async def _start_generation(self, states: list[Any] | None = None) -> None:
-        loop = self._loop
-        assert loop is not None
-        try:
-            generation = await Generation.start(
-                loop, self._spec, self.resource_pool, self._start_timeout
-            )
-            sender = generation.open(loop, self, has_async=self.has_async)
-            if states is not None:
-                # Before anybody else's calls: nobody sees a rank without its state.
-                job = self.job_for(self.target, "load_state", (PerRank(states),), {})
-                try:
-                    await sender.submit(job)
-                except BaseException:
-                    await generation.stop(0, "could not load its state")
-                    raise
-        except BaseException:
-            self._state = "closed"
-            raise
-        gang = generation.gang
-        gang.on_break = self.supervisor.broke
-        if self._hang_after is None:
-            gang.watch.tell_with(self._tell_hang)
-        else:
-            gang.watch.start(self._hang_after, self._tell_hang)
-        self._generation = generation
-        self._state = "running"
-        self._finalizer = weakref.finalize(self, generation.let_go(loop))
-        self._finalizer.atexit = False
-
-    def _tell_hang(self, report: HangReport) -> None:
-        _log.warning("%s", report)
-        if self._on_hang is not None:
-            self._on_hang(report)
-
-    def _refuse_reserved(self) -> None:
-        for proxy, method in self.methods.items():
-            if proxy in RESERVED or hasattr(WorkerGroup, proxy):
-                raise UsageError(
-                    f"{method.label} has a name that WorkerGroup.{proxy} has already: give the proxy "
-                    f"another one with @register(..., name={'worker_' + proxy!r})"
-                )
 
 
 def _has_async(cls: type) -> bool:
@@ -566,22 +387,6 @@ def _check_name(name: str) -> str:
     if not isinstance(name, str) or not name or any(c in name for c in "/\0\n"):
         raise UsageError(f"a group's name is a line of text without '/', not {name!r}")
     return name
-
-
-def _check_selector(loop: asyncio.AbstractEventLoop) -> None:
-    """Refuse a loop that can't watch descriptors, before any process exists."""
-    read, write = os.pipe()
-    try:
-        loop.add_reader(read, lambda: None)
-        loop.remove_reader(read)
-    except NotImplementedError:
-        raise UsageError(
-            f"asyncwg needs an event loop with add_reader, and {type(loop).__name__} has none: use "
-            "asyncio's selector loop or uvloop"
-        ) from None
-    finally:
-        os.close(read)
-        os.close(write)
 
 
 def _check_options(

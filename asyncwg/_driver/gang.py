@@ -81,6 +81,8 @@ class Gang:
     def __init__(self, loop: asyncio.AbstractEventLoop, launch: Launch, guardian: Guardian) -> None:
         self._loop = loop
         self._launch = launch
+        self._terminating = False
+        """Whether what still runs is being ended the hard way."""
         self.usable = False
         """Whether calls may be sent: it has started, and has not broken or ended."""
         self._broken: Exception | None = None
@@ -286,7 +288,12 @@ class Gang:
     def _exited(self, index: int, code: int | None) -> None:
         rank = self._ranks[index]
         rank.drain()
-        expected = self.closed or self._broken is not None or rank.state is RankState.STOPPED
+        expected = (
+            self.closed
+            or self._terminating
+            or self._broken is not None
+            or rank.state is RankState.STOPPED
+        )
         rank.close()
         self.transfers.lost(index)
         if expected:
@@ -394,6 +401,7 @@ class Gang:
                 if not await self._processes.wait_exits(ranks, left):
                     break
             everyone = [rank.index for rank in self._ranks]
+            self._terminating = True
             for index in everyone:
                 self._processes.signal(index, signal.SIGTERM)
             await self._processes.wait_exits(everyone, max(0.0, deadline - self._loop.time()))

@@ -1,0 +1,307 @@
+"""The inside of a group: its methods, its generation, and the state that follows from it.
+
+`WorkerGroup` and its views are what users see; they have as few names of their own as can be, because every
+name there is one that no registered method can have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from asyncwg._driver.gang import Gang
+from asyncwg._driver.launch import Spec
+from asyncwg._driver.stacks import HangReport
+from asyncwg._generation import Generation
+from asyncwg._restart import RestartPolicy, Supervisor
+from asyncwg._sender import CallOptions, Job, Quick, Sender, Target, nearest
+from asyncwg._wire.frames import NO_METHOD
+from asyncwg.call import Call
+from asyncwg.decorator import (
+    Dispatch,
+    Method,
+    MethodOptions,
+    Mode,
+    PerRank,
+    kind_of,
+    resolve_mode,
+    unregistered_hint,
+)
+from asyncwg.errors import (
+    GroupBrokenError,
+    GroupClosedError,
+    InternalError,
+    UsageError,
+    WorkerGroupError,
+)
+from asyncwg.resource_pool import ResourcePool
+
+_log: Final = logging.getLogger("asyncwg")
+
+WINDOW_CALLS: Final = 64
+"""Unanswered calls of a rank beyond which ``ready`` waits: enough to keep a rank busy with calls of
+20 us while a producer does something else for a millisecond."""
+WINDOW_BYTES: Final = 4 << 20
+"""Bytes that wait for one rank beyond which ``ready`` waits; larger values go another way."""
+
+
+class Core:
+    """What a group is made of. Belongs to the event loop that starts it.
+
+    Args:
+        spec: what each rank builds, and how it is started.
+        pool: where it runs.
+        methods: the registered methods, by the name of their proxy.
+        options: options of its calls.
+        start_timeout: seconds until a start fails.
+        hang_after: seconds after which a call is reported; None for never.
+        on_hang: told of such calls.
+        policy: when it is started again by itself.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        pool: ResourcePool,
+        methods: Mapping[str, Method],
+        options: CallOptions,
+        *,
+        start_timeout: float | None,
+        hang_after: float | None,
+        on_hang: Callable[[HangReport], None] | None,
+        policy: RestartPolicy | None,
+    ) -> None:
+        self.spec: Final = spec
+        self.cls: Final = spec.cls
+        self.name: Final = spec.name
+        self.pool: Final = pool
+        self.methods: Final = methods
+        self.modes: Final[dict[str, Mode]] = {
+            key: resolve_mode(method.options.mode) for key, method in methods.items()
+        }
+        self.numbers: Final = {name: number for number, name in enumerate(spec.names)}
+        self.options: Final = options
+        self.everyone: Final = Target(tuple(range(pool.world_size)), False)
+        self.supervisor: Final = Supervisor(self, spec.name, policy)
+        self._start_timeout = start_timeout
+        self._hang_after = hang_after
+        self._on_hang = on_hang
+        self._generation: Generation | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._state = "new"
+        self._facade: weakref.ref[Any] | None = None
+        self._finalizer: Any = None
+
+    @property
+    def state(self) -> str:
+        """``"new"``, ``"starting"``, ``"running"``, ``"broken"`` or ``"closed"``."""
+        if self._state == "running" and self.gang is not None and self.gang.broken is not None:
+            return "broken"
+        return self._state
+
+    @property
+    def gang(self) -> Gang | None:
+        """The processes; None while there are none."""
+        return None if self._generation is None else self._generation.gang
+
+    @property
+    def port(self) -> int:
+        """Where the ranks meet for ``torch.distributed``; 0 while they don't run."""
+        return 0 if self._generation is None else self._generation.port
+
+    @property
+    def sender(self) -> Sender | None:
+        """The way to the ranks; None while there is none."""
+        return None if self._generation is None else self._generation.sender
+
+    def no_method(self, name: str) -> str:
+        """Say why ``name`` is no proxy, and what may have been meant."""
+        return unregistered_hint(self.cls, name, self.methods)
+
+    def adhoc(self, name: str, label: str, function: Callable[..., Any]) -> Method:
+        """Return the record of a method that is not registered."""
+        return Method(name, label, MethodOptions(), kind_of(function), function)
+
+    def job_for(
+        self, target: Target, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Job:
+        """Return the call of a method that may not be registered.
+
+        Raises:
+            AttributeError: the class has no such method.
+        """
+        cls = self.cls
+        function = getattr(cls, name, None)
+        if not callable(function):
+            raise AttributeError(  # noqa: TRY004  # what a misspelt name raises everywhere
+                f"{cls.__name__} has no method {name!r}{nearest(name, dir(cls))}"
+            )
+        method = self.adhoc(name, f"{cls.__name__}.{name}", function)
+        return Job(target, method, Dispatch.ALL_TO_ALL, NO_METHOD, args, kwargs, self.options)
+
+    async def ready(self, ranks: Sequence[int]) -> None:
+        """Wait until each rank has room for another call."""
+        await self.running().calls.ready(ranks, WINDOW_CALLS, WINDOW_BYTES)
+        self.running()
+
+    def submit(self, job: Job) -> Call[Any]:
+        """Send a call. For proxies."""
+        generation = self._generation
+        try:
+            usable = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            usable = False
+        if not usable or generation is None or not generation.gang.usable:
+            self.running()  # says what is wrong
+        sender = None if generation is None else generation.sender
+        if sender is None:
+            raise InternalError(f"{self!r} can't take a call")
+        if self.supervisor.policy is not None:
+            self.supervisor.count_call()
+        return sender.submit(job)
+
+    def submit_quick(self, quick: Quick) -> Call[Any]:
+        """Send a call without arguments. For proxies."""
+        generation = self._generation
+        if (
+            generation is None
+            or generation.sender is None
+            or not generation.gang.usable
+            or self.supervisor.policy is not None
+            or asyncio.get_running_loop() is not self._loop
+        ):
+            return self.submit(quick.job)
+        return generation.sender.submit_quick(quick)
+
+    def running(self) -> Gang:
+        """Return the processes if they take calls.
+
+        Raises:
+            GroupClosedError: the group was not started, or was shut down.
+            GroupBrokenError: it broke.
+            UsageError: this is another loop than the group's.
+        """
+        gang = self.gang
+        if gang is None or self._state != "running":
+            if self._state == "closed":
+                raise GroupClosedError(f"group {self.name!r} was shut down")
+            if self._state == "starting":
+                raise GroupBrokenError(f"group {self.name!r} is being started: await that first")
+            raise GroupClosedError(
+                f"group {self.name!r} has not been started: use 'async with' or await WorkerGroup.start(...)"
+            )
+        self._check_loop()
+        gang.check()
+        return gang
+
+    def _check_loop(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._loop:
+            raise UsageError(
+                f"group {self.name!r} belongs to the event loop that started it, and this is another thread "
+                "or loop: use asyncwg.blocking for code without one"
+            )
+
+    async def start(self, facade: Any) -> None:
+        """Start the group for the first time; ``facade`` is the `WorkerGroup`."""
+        if self._state != "new":
+            raise UsageError(f"group {self.name!r} was started before: make a new one")
+        self._loop = asyncio.get_running_loop()
+        _check_selector(self._loop)
+        self._state = "starting"
+        self._facade = weakref.ref(facade)
+        await self._start_generation()
+
+    async def stop(self, grace: float) -> None:
+        """Shut it down; see `WorkerGroup.shutdown`."""
+        generation, self._state = self._generation, "closed"
+        if generation is None:
+            return
+        self._check_loop()
+        self._generation = None
+        self._finalizer.detach()
+        self.supervisor.close()
+        errors = await generation.stop(grace, "was shut down")
+        if errors:
+            raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self.name!r}", errors)
+
+    async def restart(self, grace: float = 5.0) -> None:
+        """Start it again; see `WorkerGroup.restart`."""
+        generation = self._generation
+        if generation is None or self._state not in ("running", "starting"):
+            self.running()
+            return
+        self._check_loop()
+        self._state = "starting"
+        self._generation = None
+        self._finalizer.detach()
+        try:
+            await generation.stop(grace, "was started again")
+        except BaseException:
+            self._state = "closed"
+            raise
+        saved = self.supervisor.saved
+        known = saved.exists and hasattr(self.cls, "load_state")
+        await self._start_generation(await saved.get() if known else None)
+
+    async def save(self) -> None:
+        """Keep what the ranks' ``save_state()`` returns; see `WorkerGroup.save`."""
+        job = self.job_for(self.everyone, "save_state", (), {})
+        await self.supervisor.saved.put(await self.submit(job))
+
+    async def _start_generation(self, states: list[Any] | None = None) -> None:
+        loop, facade = self._loop, None if self._facade is None else self._facade()
+        if loop is None or facade is None:
+            raise GroupClosedError(f"group {self.name!r} was dropped by its user")
+        try:
+            generation = await Generation.start(loop, self.spec, self.pool, self._start_timeout)
+            sender = generation.open(loop, facade, self.supervisor, has_async=self.spec.has_async)
+            if states is not None:
+                # Before anybody else's calls: nobody sees a rank without its state.
+                job = self.job_for(self.everyone, "load_state", (PerRank(states),), {})
+                try:
+                    await sender.submit(job)
+                except BaseException:
+                    await generation.stop(0, "could not load its state")
+                    raise
+        except BaseException:
+            self._state = "closed"
+            raise
+        gang = generation.gang
+        gang.on_break = self.supervisor.broke
+        if self._hang_after is None:
+            gang.watch.tell_with(self._tell_hang)
+        else:
+            gang.watch.start(self._hang_after, self._tell_hang)
+        self._generation = generation
+        self._state = "running"
+        self._finalizer = weakref.finalize(facade, generation.let_go(loop))
+        self._finalizer.atexit = False
+
+    def _tell_hang(self, report: HangReport) -> None:
+        _log.warning("%s", report)
+        if self._on_hang is not None:
+            self._on_hang(report)
+
+
+def _check_selector(loop: asyncio.AbstractEventLoop) -> None:
+    """Refuse a loop that can't watch descriptors, before any process exists."""
+    read, write = os.pipe()
+    try:
+        loop.add_reader(read, lambda: None)
+        loop.remove_reader(read)
+    except NotImplementedError:
+        raise UsageError(
+            f"asyncwg needs an event loop with add_reader, and {type(loop).__name__} has none: use "
+            "asyncio's selector loop or uvloop"
+        ) from None
+    finally:
+        os.close(read)
+        os.close(write)
