@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 from asyncwg._driver.calls import Calls, Outcome, Pending
@@ -106,7 +106,7 @@ class InlineRank:
         return list(self._tasks.values())
 
     @contextlib.contextmanager
-    def _here(self) -> Iterator[None]:
+    def _here(self) -> Generator[None, None, None]:
         before, context.place = context.place, self._place
         try:
             yield
@@ -184,13 +184,16 @@ class InlineRank:
 class _Watch:
     """Nobody hangs here unseen: pdb and the user's own debugger look better."""
 
+    def __init__(self, size: int) -> None:
+        self._size = size
+
     async def stacks(self, ranks: Sequence[int] | None = None, timeout: float = 0) -> Stacks:
         del ranks, timeout
         return Stacks(())
 
     async def ping(self, timeout: float) -> list[float | None]:
         del timeout
-        return [0.0]
+        return [0.0] * self._size
 
     def tell_with(self, tell: Callable[[HangReport], None]) -> None:
         del tell
@@ -215,8 +218,8 @@ class InlineGang:
         self.broken: Exception | None = None
         self.on_break: Callable[[Exception], None] | None = None
         self.meshes: dict[str, list[tuple[int, bool] | None]] = {}
-        self.watch = _Watch()
         size = len(spec.local_ranks)
+        self.watch = _Watch(size)
         self._ranks = [
             InlineRank(
                 self,
