@@ -36,8 +36,19 @@ def group(cls: type, ranks: int = 2, *args: Any, **options: Any) -> WorkerGroup:
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Return those of ``pids`` that the kernel knows, zombies too."""
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    """Return those of ``pids`` that the kernel knows.
+
+    Zombies count, but for those whose parent is init: nobody else can take them.
+    """
+    return [pid for pid in pids if _is_known(pid)]
+
+
+def _is_known(pid: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[:2] != ["Z", "1"]
 
 
 class Fifo:
@@ -493,7 +504,7 @@ class Parent(Worker):
         return self.rank
 
     @register()
-    def start(self, kind: str) -> list[int]:
+    def begin(self, kind: str) -> list[int]:
         """Start a process of some kind and give its pid."""
         pids: list[int] = getattr(self, f"_{kind}")()
         return pids
