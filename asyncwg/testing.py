@@ -41,7 +41,7 @@ class FaultPlan:
     _faults: tuple[Fault, ...] = ()
 
     def kill(self, rank: int, after: int = 1) -> FaultPlan:
-        """End the process of ``rank`` with SIGKILL when it has been sent ``after`` calls."""
+        """End the process of ``rank`` with SIGKILL, so that its ``after``-th call finds it dead."""
         return self._with(Fault(rank, after, "kill"))
 
     def delay(self, rank: int, seconds: float, after: int = 1) -> FaultPlan:
@@ -59,7 +59,7 @@ class FaultPlan:
         return self._with(Fault(rank, after, "drop"))
 
     def corrupt(self, rank: int, after: int = 1) -> FaultPlan:
-        """Break the next bytes that ``rank`` sends after the ``after``-th call to it."""
+        """Break the next bytes that ``rank`` sends when the ``after``-th call to it is made."""
         return self._with(Fault(rank, after, "corrupt"))
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class FaultPlan:
             GroupClosedError: it does not run.
             GroupBrokenError: it broke.
         """
-        gang: Any = group._running()  # noqa: SLF001  # says what is wrong with a group that does not
+        gang: Any = group._core.running()  # noqa: SLF001  # says what is wrong with one that does not
         if not isinstance(gang, Gang):
             raise UsageError("a fault plan needs processes: the inline executor has none")
         for fault in self._faults:
