@@ -10,7 +10,7 @@ from typing import Any
 
 import asyncwg
 from asyncwg import Dispatch, Execute, Worker, register
-from tests.process.workers_life import FOREVER, Fifo
+from tests.process.workers_life import Fifo
 
 
 class Recorder(Worker):
@@ -84,10 +84,11 @@ class Recorder(Worker):
 
     @register()
     def hold_the_gil(self, started: Fifo) -> None:
-        """Sleep in C with the GIL held: nothing in Python runs in this process."""
-        sleep = ctypes.PyDLL(None).sleep
+        """Wait in C with the GIL held: nothing in Python runs in this process any more."""
+        never, _kept = os.pipe()
         started.put()
-        sleep(int(FOREVER))
+        # Unlike sleep, a read goes on after a signal.
+        ctypes.PyDLL(None).read(never, ctypes.create_string_buffer(1), 1)
 
     @register()
     async def until_cancelled(self, seen: Fifo) -> None:

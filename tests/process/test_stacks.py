@@ -1,0 +1,229 @@
+"""Where everybody is: stacks on demand, reports of hangs, stacks in errors, health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from asyncwg import (
+    GroupBrokenError,
+    GroupClosedError,
+    WorkerDiedError,
+    WorkerGroup,
+    WorkerGroupError,
+)
+from asyncwg._driver.stacks import HangReport, Stacks
+from tests.leaks import bounded
+from tests.process.workers_life import Fifo, group
+from tests.process.workers_reliability import Recorder
+
+
+async def test_stacks_show_where_each_rank_is(loop_kind: str, fifo: Callable[[], Fifo]) -> None:
+    started, release = fifo(), fifo()
+    async with group(Recorder, 3) as wg:
+        call = wg[1].hold(started, release)
+        await bounded(started.taken())
+        seen = await bounded(wg.stacks())
+        assert [each.where == "idle" for each in seen.ranks] == [True, False, True]
+        assert "ranks 0, 2 idle" in seen.summary
+        assert "in hold" in str(seen)
+        release.put()
+        assert await bounded(call) == 1
+
+
+async def test_equal_stacks_are_told_once(fifo: Callable[[], Fifo]) -> None:
+    started, release = fifo(), fifo()
+    async with group(Recorder) as wg:
+        call = wg.hold(started, release)
+        await bounded(started.taken(2))
+        # Both say that they run a moment before they are where they stay.
+        told = str(await bounded(_stacks_in(wg, "ranks 0, 1 in take")))
+        assert "ranks 0, 1, most recent call first:" in told
+        assert told.count(" in hold") == 1
+        release.put(2)
+        await bounded(call)
+
+
+async def _stacks_in(wg: WorkerGroup, summary: str) -> Stacks:
+    """Ask again until the summary begins so."""
+    while True:
+        seen = await wg.stacks()
+        if seen.summary.startswith(summary):
+            return seen
+
+
+async def test_asking_for_stacks_changes_nothing(fifo: Callable[[], Fifo]) -> None:
+    started, release = fifo(), fifo()
+    async with group(Recorder) as wg:
+        call = wg.hold(started, release)
+        await bounded(started.taken(2))
+        for _ in range(3):
+            assert "no answer" not in (await bounded(wg.stacks())).summary
+        release.put(2)
+        assert await bounded(call) == [0, 1]
+        assert await bounded(wg.note("after")) == ["after", "after"]
+
+
+async def test_two_who_ask_at_once_both_get_an_answer() -> None:
+    async with group(Recorder) as wg:
+        both = await bounded(asyncio.gather(wg.stacks(), wg.stacks()))
+        assert [seen.summary for seen in both] == ["ranks 0, 1 idle"] * 2
+
+
+async def test_stacks_come_while_a_rank_holds_the_gil_in_c(
+    loop_kind: str, fifo: Callable[[], Fifo]
+) -> None:
+    started = fifo()
+    async with group(Recorder) as wg:
+        stuck = wg[0].hold_the_gil(started)
+        await bounded(started.taken())
+        seen = await bounded(wg.stacks())
+        assert "in hold_the_gil" in str(seen)
+        await wg.shutdown(grace=0)
+        with pytest.raises(GroupClosedError):
+            await bounded(stuck)
+
+
+async def test_a_stopped_rank_is_told_as_silent() -> None:
+    async with group(Recorder) as wg:
+        os.kill(wg.pids[1], signal.SIGSTOP)
+        seen = await bounded(wg.stacks(timeout=0.2))
+        assert seen.summary == "rank 1 no answer; rank 0 idle"
+        os.kill(wg.pids[1], signal.SIGCONT)
+        assert await bounded(wg.note("after")) == ["after", "after"]
+
+
+async def test_health_says_who_answers_while_methods_run(
+    loop_kind: str, fifo: Callable[[], Fifo]
+) -> None:
+    started, release = fifo(), fifo()
+    async with group(Recorder) as wg:
+        call = wg.hold(started, release)
+        await bounded(started.taken(2))
+        answers = await bounded(wg.check_health())
+        assert all(seconds is not None and seconds < 1 for seconds in answers)
+        release.put(2)
+        await bounded(call)
+
+
+async def test_health_says_who_does_not_answer(fifo: Callable[[], Fifo]) -> None:
+    started = fifo()
+    async with group(Recorder) as wg:
+        stuck = wg[1].hold_the_gil(started)
+        await bounded(started.taken())
+        first, second = await bounded(wg.check_health(timeout=0.2))
+        assert first is not None
+        assert second is None
+        stuck.cancel()
+        await wg.shutdown(grace=0)
+
+
+async def test_health_of_a_broken_group_raises_what_broke_it() -> None:
+    async with group(Recorder) as wg:
+        with pytest.raises(WorkerDiedError):
+            await bounded(wg.die())
+        with pytest.raises(GroupBrokenError):
+            await bounded(wg.check_health())
+
+
+async def test_an_aliveness_check_is_told_of_a_death_once() -> None:
+    told: asyncio.Queue[Exception] = asyncio.Queue()
+    async with group(Recorder) as wg:
+        wg.start_worker_aliveness_check(on_death=told.put_nowait)
+        os.kill(wg.pids[0], signal.SIGKILL)
+        error = await bounded(told.get())
+        assert isinstance(error, WorkerDiedError)
+        assert (error.rank, error.signal_name) == (0, "SIGKILL")
+    assert told.empty()
+
+
+async def test_an_aliveness_check_is_not_told_of_a_shutdown() -> None:
+    told: list[Exception] = []
+    async with group(Recorder) as wg:
+        wg.start_worker_aliveness_check(on_death=told.append)
+    assert told == []
+
+
+async def test_a_call_that_hangs_is_reported_once_with_stacks(
+    loop_kind: str, fifo: Callable[[], Fifo], caplog: pytest.LogCaptureFixture
+) -> None:
+    started, release = fifo(), fifo()
+    reports: asyncio.Queue[HangReport] = asyncio.Queue()
+    async with group(Recorder, hang_after=0.1, on_hang=reports.put_nowait) as wg:
+        call = wg[1].hold(started, release)
+        report = await bounded(reports.get())
+        assert (report.group, report.method, report.silent) == ("Recorder", "Recorder.hold", [1])
+        assert "in hold" in str(report)
+        assert str(report) in caplog.text
+        quick = wg.hold(started, release)  # the next report is of another call
+        release.put(1)
+        assert (await bounded(reports.get())).call_id > report.call_id
+        release.put(2)
+        assert await bounded(call) == 1
+        assert await bounded(quick) == [0, 1]
+    assert reports.empty()
+
+
+async def test_a_call_may_have_a_limit_of_its_own(fifo: Callable[[], Fifo]) -> None:
+    started, release = fifo(), fifo()
+    reports: asyncio.Queue[HangReport] = asyncio.Queue()
+    async with group(Recorder, hang_after=None, on_hang=reports.put_nowait) as wg:
+        call = wg.hold.options(hang_after=0.05)(started, release)
+        report = await bounded(reports.get())
+        assert report.seconds == 0.05
+        assert report.silent == [0, 1]
+        release.put(2)
+        await bounded(call)
+
+
+async def test_a_call_that_ends_in_time_is_not_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "asyncwg")
+    async with group(Recorder, hang_after=0.1) as wg:
+        for _ in range(20):
+            await bounded(wg.note())
+        await bounded(wg.note.options(hang_after=5)())
+    assert caplog.text == ""
+
+
+async def test_an_error_carries_the_stacks_of_the_ranks_that_did_not_answer(
+    loop_kind: str, fifo: Callable[[], Fifo]
+) -> None:
+    """E-3."""
+    started, release = fifo(), fifo()
+    async with group(Recorder, error_grace=0.05, on_error="wait") as wg:
+        with pytest.raises(WorkerGroupError) as caught:
+            await bounded(wg.fail_or_hold(started, release))
+        notes = "\n".join(caught.value.__notes__)
+        assert "rank 0 had not answered 0.05 s after the first failure" in notes
+        assert "in fail_or_hold" in notes
+        release.put()
+        assert await bounded(wg.note("after")) == ["after", "after"]
+
+
+async def test_an_error_is_told_though_the_silent_rank_is_stopped(
+    fifo: Callable[[], Fifo],
+) -> None:
+    """Its stacks never come."""
+    started = fifo()
+    started.put(2)
+    async with group(Recorder, error_grace=0.05) as wg:
+        os.kill(wg.pids[0], signal.SIGSTOP)
+        with pytest.raises(WorkerGroupError) as caught:
+            await bounded(wg.fail_or_hold(started, started), 2)
+        assert "rank 0 no answer" in "\n".join(caught.value.__notes__)
+
+
+async def test_equal_tracebacks_of_ranks_are_told_once() -> None:
+    async with group(Recorder, 3) as wg:
+        with pytest.raises(WorkerGroupError) as caught:
+            await bounded(wg.fail("everywhere"))
+        notes = [error.__notes__ for error in caught.value.exceptions]
+        assert sum("in fail" in "\n".join(each) for each in notes) == 1
+        assert len(caught.value.exceptions) == 3
