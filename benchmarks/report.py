@@ -118,7 +118,7 @@ def _slopes(results: Results) -> list[str]:
 
 
 def _memory(results: Results) -> Sheet:
-    head = ("MB", "an idle worker", "all helpers", "a broadcast adds, at its peak")
+    head = ("MB", "an idle worker", "all helpers", "256 MB to all add, at their peak")
     lines = []
     for name in NAMES:
         worker, helpers, peak, before = (

@@ -94,6 +94,10 @@ class Server:
         self.values = Values(self.values.n, numel)
         self.seen.clear()
 
+    async def make(self) -> None:
+        """Make the big tensor, without sending it."""
+        _ = self.values.big
+
     async def pids(self) -> list[int]:
         return await self.groups[-1].pids()
 
