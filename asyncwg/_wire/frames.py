@@ -32,6 +32,8 @@ ALIGNMENT: Final = 16
 """Bytes. What malloc gives and what the widest dtype (complex128) needs."""
 READ_SIZE: Final = 256 * 1024
 """Bytes asked of the kernel at a time: a little more than a socket's default buffer holds."""
+_JOIN_BELOW: Final = 64 * 1024
+"""Bytes. A smaller frame is made one piece."""
 MMAP_FROM: Final = 1 << 20
 """Bytes. A larger body is an anonymous map, which is not filled with zeros by the processor first."""
 MAX_BODY: Final = 1 << 48
@@ -123,7 +125,8 @@ def pack(
         pieces.append(buffer)
         offset = start + size
     pieces[0] = HEADER.pack(offset, call_id, kind, flags, aux, len(sizes)) + table
-    return pieces
+    # One piece is sent by a cheaper call than several, and to several ranks.
+    return [b"".join(pieces)] if offset < _JOIN_BELOW else pieces
 
 
 class Placed(NamedTuple):

@@ -121,26 +121,26 @@ def test_only_the_bytes_of_a_view_travel(part: slice) -> None:
 
 
 def test_views_of_one_storage_arrive_apart() -> None:
-    storage = torch.zeros(2000)
+    storage = torch.zeros(20000)
     first, second = sent([storage, storage[:1000]])
     first[0] = 1
     assert second[0] == 0
 
 
 def test_the_same_tensor_twice_is_the_same_tensor_on_arrival() -> None:
-    tensor = torch.zeros(2000)
+    tensor = torch.zeros(20000)
     first, second = sent([tensor, tensor])
     assert first is second
 
 
 def test_a_large_tensor_is_not_copied_while_it_is_encoded() -> None:
-    tensor = torch.zeros(2000)
+    tensor = torch.zeros(20000)
     [buffer] = inline(codec.encode(tensor).buffers)
     tensor[0] = 1
     assert bytes(buffer) == bits(tensor)
 
 
-@pytest.mark.parametrize("size", [3, 2000], ids=["in-band", "out-of-band"])
+@pytest.mark.parametrize("size", [3, 20000], ids=["in-band", "out-of-band"])
 def test_a_tensor_arrives_writable(size: int) -> None:
     back = sent(torch.zeros(size))
     with warnings.catch_warnings():
@@ -398,7 +398,7 @@ def test_a_value_that_says_main_by_chance_arrives_equal() -> None:
 
 
 def test_tensors_deep_in_containers_go_out_of_band() -> None:
-    encoded = codec.encode({"a": [Box(Point(1, torch.zeros(2000)))]})
+    encoded = codec.encode({"a": [Box(Point(1, torch.zeros(20000)))]})
     assert len(encoded.buffers) == 1
     assert len(encoded.stream) < 1000
 
@@ -408,7 +408,7 @@ def test_an_enum_member_is_itself_on_arrival() -> None:
 
 
 def test_a_value_that_holds_itself_arrives_so() -> None:
-    ring: list[Any] = [torch.zeros(2000)]
+    ring: list[Any] = [torch.zeros(20000)]
     ring.append(ring)
     back = sent(ring)
     assert back[1] is back
@@ -425,7 +425,7 @@ def test_a_lambda_and_a_closure_arrive_working() -> None:
 
 
 def test_the_buffers_of_a_value_with_code_go_out_of_band_once() -> None:
-    encoded = codec.encode([lambda: 1, torch.zeros(2000)])
+    encoded = codec.encode([lambda: 1, torch.zeros(20000)])
     assert len(encoded.buffers) == 1
 
 
@@ -499,7 +499,7 @@ def test_a_class_made_in_a_function_comes_home_as_itself() -> None:
 def test_what_can_not_be_pickled_raises_and_the_next_value_is_fine() -> None:
     """A failing argument killed the feeder thread: https://github.com/noxdafox/pebble/issues/146."""
     with pytest.raises(TypeError, match="lock"):
-        codec.encode([torch.zeros(2000), threading.Lock()])
+        codec.encode([torch.zeros(20000), threading.Lock()])
     assert sent("next") == "next"
 
 
@@ -582,4 +582,4 @@ def test_encoding_within_a_reducer_is_allowed() -> None:
             inner = codec.encode([torch.ones(2000), "inner"])
             return codec.decode, (inner.stream, buffers_of(inner))
 
-    assert sent([torch.zeros(2000), Nested()])[1][1] == "inner"
+    assert sent([torch.zeros(20000), Nested()])[1][1] == "inner"
