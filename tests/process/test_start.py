@@ -244,14 +244,14 @@ class Renamed(Worker):
         return 2 * value
 
 
-class NoReaders(asyncio.SelectorEventLoop):
-    """As the default loop of other systems."""
+def _refuse(*_args: object) -> None:
+    raise NotImplementedError
 
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
-        raise NotImplementedError
 
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:
-        raise NotImplementedError
+NoReaders: type[asyncio.SelectorEventLoop] = type(
+    "NoReaders", (asyncio.SelectorEventLoop,), {"add_reader": _refuse, "add_writer": _refuse}
+)
+"""As the default loop of other systems."""
 
 
 def test_a_loop_without_add_reader_is_refused_before_any_process_exists() -> None:
