@@ -95,6 +95,10 @@ class Core:
         self._state = "new"
         self._facade: weakref.ref[Any] | None = None
         self._finalizer: Any = None
+        self._coming: asyncio.Task[None] | None = None
+        """What starts it, while it is being started."""
+        self._stopped: asyncio.Future[None] | None = None
+        """Done when nothing is left of it; None while nobody has shut it down."""
 
     @property
     def state(self) -> str:
@@ -150,6 +154,12 @@ class Core:
 
     def submit(self, job: Job) -> Call[Any]:
         """Send a call. For proxies."""
+        sender = self._usable_sender()
+        if self.supervisor.policy is not None:
+            self.supervisor.count_call()
+        return sender.submit(job)
+
+    def _usable_sender(self) -> Sender:
         generation = self._generation
         try:
             usable = asyncio.get_running_loop() is self._loop
@@ -160,9 +170,7 @@ class Core:
         sender = None if generation is None else generation.sender
         if sender is None:
             raise InternalError(f"{self!r} can't take a call")
-        if self.supervisor.policy is not None:
-            self.supervisor.count_call()
-        return sender.submit(job)
+        return sender
 
     def submit_quick(self, quick: Quick) -> Call[Any]:
         """Send a call without arguments. For proxies."""
@@ -217,63 +225,110 @@ class Core:
         _check_selector(self._loop)
         self._state = "starting"
         self._facade = weakref.ref(facade)
-        await self._start_generation()
+        await self._come_up()
 
     async def stop(self, grace: float) -> None:
         """Shut it down; see `WorkerGroup.shutdown`."""
-        generation, self._state = self._generation, "closed"
-        if generation is None:
+        if self._loop is None:
+            self._state = "closed"  # it was never started
+            return
+        if self._stopped is not None and self._stopped.done():
             return
         self._check_loop()
-        self._generation = None
-        self._finalizer.detach()
+        if self._stopped is not None:
+            await asyncio.shield(self._stopped)
+            return
+        self._state = "closed"
+        self._stopped = self._loop.create_future()
         self.supervisor.close()
-        errors = await generation.stop(grace, "was shut down")
+        try:
+            await self._end_coming_up()
+            generation, self._generation = self._generation, None
+            if generation is None:
+                return
+            self._finalizer.detach()
+            errors = await generation.stop(grace, "was shut down")
+        finally:
+            self._stopped.set_result(None)
         if errors:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self.name!r}", errors)
 
     async def restart(self, grace: float = 5.0) -> None:
         """Start it again; see `WorkerGroup.restart`."""
         generation = self._generation
-        if generation is None or self._state not in ("running", "starting"):
+        if generation is None or self._state != "running":
             self.running()
             return
         self._check_loop()
         self._state = "starting"
         self._generation = None
         self._finalizer.detach()
+        await self._come_up(generation, grace)
+
+    async def _come_up(self, old: Generation | None = None, grace: float = 0.0) -> None:
+        """Start a generation, in a task of its own, so that `stop` can end that too (E-6)."""
+        coming = self._bring_up(old, grace)
+        task = self._coming = asyncio.get_running_loop().create_task(coming)
+        closed = GroupClosedError(f"group {self.name!r} was shut down while it was being started")
         try:
-            await generation.stop(grace, "was started again")
-        except BaseException:
+            await task
+        except BaseException as error:
             self._state = "closed"
+            if old is not None and not old.gang.closed:  # it was cancelled before it could begin
+                await old.stop(0, "was started again")
+            self.supervisor.give_up(error if isinstance(error, Exception) else closed)
+            caller = asyncio.current_task()
+            if self._stopped is not None and not (caller is not None and caller.cancelling()):
+                raise closed from None
             raise
-        saved = self.supervisor.saved
-        known = saved.exists and hasattr(self.cls, "load_state")
-        await self._start_generation(await saved.get() if known else None)
+        finally:
+            self._coming = None
+        self.supervisor.up_again()
+
+    async def _bring_up(self, old: Generation | None, grace: float) -> None:
+        states: list[Any] | None = None
+        if old is not None:
+            await old.stop(grace, "was started again")
+            saved = self.supervisor.saved
+            if saved.exists and hasattr(self.cls, "load_state"):
+                states = await saved.get()
+        await self._start_generation(states)
+
+    async def _end_coming_up(self) -> None:
+        """Cancel a start that is under way, and wait until nothing is left of it, cancelled or not."""
+        task = self._coming
+        if task is None:
+            return
+        task.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     async def save(self) -> None:
         """Keep what the ranks' ``save_state()`` returns; see `WorkerGroup.save`."""
         job = self.job_for(self.everyone, "save_state", (), {})
-        await self.supervisor.saved.put(await self.submit(job))
+        # Not by `submit`: a save is no call after so many of which to save.
+        await self.supervisor.saved.put(await self._usable_sender().submit(job))
 
-    async def _start_generation(self, states: list[Any] | None = None) -> None:
+    async def _start_generation(self, states: list[Any] | None) -> None:
         loop, facade = self._loop, None if self._facade is None else self._facade()
         if loop is None or facade is None:
             raise GroupClosedError(f"group {self.name!r} was dropped by its user")
-        try:
-            generation = await Generation.start(loop, self.spec, self.pool, self._start_timeout)
-            sender = generation.open(loop, facade, self.supervisor, has_async=self.spec.has_async)
-            if states is not None:
-                # Before anybody else's calls: nobody sees a rank without its state.
-                job = self.job_for(self.everyone, "load_state", (PerRank(states),), {})
-                try:
-                    await sender.submit(job)
-                except BaseException:
-                    await generation.stop(0, "could not load its state")
-                    raise
-        except BaseException:
-            self._state = "closed"
-            raise
+        generation = await Generation.start(loop, self.spec, self.pool, self._start_timeout)
+        sender = generation.open(loop, facade, self.supervisor, has_async=self.spec.has_async)
+        if states is not None:
+            # Before anybody else's calls: nobody sees a rank without its state.
+            job = self.job_for(self.everyone, "load_state", (PerRank(states),), {})
+            try:
+                await sender.submit(job)
+            except BaseException:
+                await generation.stop(0, "could not load its state")
+                raise
         gang = generation.gang
         gang.on_break = self.supervisor.broke
         if self._hang_after is None:

@@ -59,6 +59,7 @@ class SavedState:
         self._group = group
         self._values: list[Any] | None = None
         self._ranks = 0
+        self._turn = asyncio.Lock()
 
     @property
     def exists(self) -> bool:
@@ -70,7 +71,8 @@ class SavedState:
         if self._directory is None:
             self._values = values
         else:
-            await asyncio.to_thread(self._write, self._directory, values)
+            async with self._turn:  # the files of two saves must not mix
+                await asyncio.to_thread(self._write, self._directory, values)
         self._ranks = len(values)
 
     async def get(self) -> list[Any]:
@@ -160,19 +162,22 @@ class Supervisor:
         """The group is shut down: start nothing again."""
         for task in self._tasks:
             task.cancel()
-        self._give_up(GroupClosedError(f"group {self._name!r} was shut down"))
+        self.give_up(GroupClosedError(f"group {self._name!r} was shut down"))
 
     async def _restart(self, policy: RestartPolicy) -> None:
         delay = policy.delay(self._restarts)
         self._restarts += 1
         _log.warning("group %r broke and is started again in %g s", self._name, delay)
         await asyncio.sleep(delay)  # the backoff: whatever broke it may need time to pass
+        if self._group.state != "broken":
+            return  # its user was faster
         try:
             await self._group.restart()
         except Exception as error:  # noqa: BLE001  # told to whoever waits, and to the log
             _log.error("group %r could not be started again: %s", self._name, error)
-            self._give_up(error)
-            return
+
+    def up_again(self) -> None:
+        """The group has been started: send again what waits for that."""
         repeats, self._repeats = self._repeats, []
         for job, call in repeats:
             sender = self._group.sender
@@ -185,7 +190,8 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001  # nobody waits for it: the log is told
             _log.warning("the state of group %r could not be saved: %s", self._name, error)
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
+        """The group will not be started again: fail what waits for that."""
         repeats, self._repeats = self._repeats, []
         for _, call in repeats:
             call.settle(None, error)
