@@ -73,5 +73,5 @@ docs: $(VENV)/.installed-docs  ## build the documentation
 	$(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
+	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -136,9 +136,7 @@ def own_pages(address: int, size: int) -> bool:
     The contents don't change, whoever reads or writes them meanwhile. Returns False on kernels
     before 5.14, which can't.
     """
-    return not _libc.madvise(
-        ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
-    )
+    return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def drop_written_pages(address: int, size: int) -> None:

@@ -28,7 +28,7 @@ from asyncwg.errors import ResourceError
 
 _TRIM_STEP: Final = 64 << 20
 """Bytes given back at a time: about 10 ms of the kernel's work."""
-IDLE_AFTER: Final = 10.0
+IDLE_AFTER: Final = 60.0
 """Seconds without a block after which the memory of free places is given back."""
 
 Holder = tuple[str, int]
