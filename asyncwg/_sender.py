@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
@@ -30,8 +31,8 @@ from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
 from asyncwg._worker import context
 from asyncwg.call import Call, Collect
-from asyncwg.decorator import Dispatch, Execute, Method, Mode, Uneven
-from asyncwg.errors import CallTimeoutError, ResourceError, UsageError
+from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode, Uneven
+from asyncwg.errors import CallTimeoutError, GroupClosedError, ResourceError, UsageError
 
 _CALL: Final = int(Kind.CALL)
 # Looked up on every call, where an attribute of a class costs more than a name of the module.
@@ -187,7 +188,7 @@ class Sender:
     Args:
         loop: the group's.
         gang: the generation.
-        group: handed to the user's dispatch functions.
+        group: handed to the user's dispatch functions; not kept alive.
         repeater: takes calls that may be sent again.
         has_async: whether the ranks have an async lane.
     """
@@ -204,7 +205,7 @@ class Sender:
         self._loop = loop
         self._gang = gang
         self._calls = gang.calls
-        self._group = group
+        self._group = weakref.ref(group)
         self._repeater = repeater
         self._has_async = has_async
         self._waiting: tuple[list[_Waiting], list[_Waiting]] = ([], [])
@@ -280,17 +281,22 @@ class Sender:
         ranks = set(target.ranks)
         return any(not ranks.isdisjoint(waiting.job.target.ranks) for waiting in queue)
 
-    def _layout(self, target: Target) -> dispatch.Layout:
+    def _layout(self, target: Target, mode: Mode) -> dispatch.Layout:
         layout = self._layouts.get(target)
         if layout is None:
-            surface = _surface_of(self._group, target.ranks)
-            layout = dispatch.Layout(target.ranks, target.single, surface, self._gang.meshes)
+            layout = dispatch.Layout(target.ranks, target.single, None, self._gang.meshes)
             self._layouts[target] = layout
-        return layout
+        if not isinstance(mode, CustomMode):
+            return layout
+        # Only for this call: a group that its user drops must not live on in our tables.
+        group = self._group()
+        if group is None:
+            raise GroupClosedError("the group was dropped by its user")
+        return layout._replace(group=_surface_of(group, target.ranks))
 
     def _send(self, job: Job, lane: int, call: Call[Any]) -> None:
         target, method, mode, number, args, kwargs, options, kind = job
-        plan = dispatch.plan(method, mode, args, kwargs, self._layout(target), options.uneven)
+        plan = dispatch.plan(method, mode, args, kwargs, self._layout(target, mode), options.uneven)
         if plan.index is None and plan.payloads[0] == _NOTHING and job.is_plain:
             # The shortest way: nothing to encode.
             call_id = self._calls.next_id()
