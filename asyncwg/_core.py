@@ -7,6 +7,7 @@ name there is one that no registered method can have.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import weakref
@@ -36,6 +37,7 @@ from asyncwg.errors import (
     GroupClosedError,
     InternalError,
     UsageError,
+    WorkerDiedError,
     WorkerGroupError,
 )
 from asyncwg.resource_pool import ResourcePool
@@ -330,7 +332,7 @@ class Core:
                 await generation.stop(0, "could not load its state")
                 raise
         gang = generation.gang
-        gang.on_break = self.supervisor.broke
+        gang.on_break = functools.partial(self._broke, sender)
         if self._hang_after is None:
             gang.watch.tell_with(self._tell_hang)
         else:
@@ -339,6 +341,30 @@ class Core:
         self._state = "running"
         self._finalizer = weakref.finalize(facade, generation.let_go(loop))
         self._finalizer.atexit = False
+
+    def _broke(self, sender: Sender, cause: Exception) -> None:
+        def unsent(job: Job) -> Exception:
+            label = job.method.label
+            if isinstance(cause, WorkerDiedError):
+                died = WorkerDiedError(
+                    cause.rank,
+                    cause.pid,
+                    cause.exit_code,
+                    signal_name=cause.signal_name,
+                    stderr_tail=cause.stderr_tail,
+                    crash_stack=cause.crash_stack,
+                    oom_killed=cause.oom_killed,
+                    method=label,
+                    stderr_note=cause.stderr_note,
+                )
+                died.add_note(f"{label} had not been sent: it waited for the calls it was given")
+                return died
+            error = GroupBrokenError(f"{label} had not been sent when group {self.name!r} broke")
+            error.__cause__ = cause
+            return error
+
+        sender.fail_waiting(unsent)
+        self.supervisor.broke(cause)
 
     def _tell_hang(self, report: HangReport) -> None:
         _log.warning("%s", report)
