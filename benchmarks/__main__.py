@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import memory, run, scaling, table
+import asyncwg
+from benchmarks import loop, memory, run, scaling, table
 from benchmarks import report as report_
 from benchmarks.loops import LOOPS
 from benchmarks.process import MODULES, OURS, missing
@@ -77,6 +78,13 @@ def memory_(only: Only = "", rounds: Rounds = 3, out: Out = OUT) -> None:
     names, results = _begin(only, out)
     _finish(results, memory.memory(out, results, _say, names, rounds), out / "memory.json")
     errors.print("'python -m benchmarks report' shows them")
+
+
+@app.command("loop")
+def loop_() -> None:
+    """Measure what the event loop feels while a gigabyte travels, and sending what is shared."""
+    for line in asyncwg.run(loop.measure()):
+        print(line)
 
 
 @app.command("all")
