@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from asyncwg import _linux as linux
 from asyncwg._driver.guardian import Guardian, bury
-from asyncwg._wire.launch import SESSION_VARIABLE, receive, send
+from asyncwg._wire.launch import SESSION_VARIABLE, mark_of, receive, send
 
 _CODE_WAIT: Final = 0.5
 """Seconds that the guardian has to tell an exit code once the process is seen to have ended. It
@@ -178,10 +178,14 @@ class Processes:
         A process that is about to end has no environment any more, so no look finds it: those that
         were found are watched to their end.
         """
-        tag = f"{SESSION_VARIABLE}={self._name}".encode()
+        mark, tag = mark_of(self._name), f"{SESSION_VARIABLE}={self._name}".encode()
         found = False
-        for pid in linux.processes():
-            if linux.environment_has(pid, tag) or linux.environment_has(pid, self._guardian.token):
+        for pid, info in linux.processes().items():
+            if info.state not in "ZX" and (
+                linux.has_mark(pid, mark)
+                or linux.environment_has(pid, tag)
+                or linux.environment_has(pid, self._guardian.token)
+            ):
                 found = True
                 with contextlib.suppress(OSError):  # it has just ended
                     pidfd = os.pidfd_open(pid)

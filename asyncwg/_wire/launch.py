@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import zlib
 from typing import Any, Final, TypedDict
 
 SESSION_VARIABLE: Final = "ASYNCWG_SESSION"
@@ -48,6 +49,11 @@ class Descriptors(TypedDict):
     stacks: int
     lane: int | None
     """The async lane's, if there is one."""
+
+
+def mark_of(session: str) -> int:
+    """Return the number by which the kernel knows all that a session has started."""
+    return 1 << 40 | zlib.crc32(session.encode())  # no limit that anybody would set
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:

@@ -34,7 +34,7 @@ import warnings
 from typing import Any, Final, NamedTuple, NoReturn
 
 from asyncwg import _linux as linux
-from asyncwg._wire.launch import SESSION_VARIABLE, Descriptors, receive, send
+from asyncwg._wire.launch import SESSION_VARIABLE, Descriptors, mark_of, receive, send
 
 SWEEP_EVERY: Final = 0.01
 """Seconds between two looks for what is left, while a session ends: a process that was killed can
@@ -61,6 +61,7 @@ class _Session:
 
     def __init__(self, name: str, sock: socket.socket) -> None:
         self.name = name
+        self.mark = mark_of(name)
         self.sock = sock
         self.workers: dict[int, int] = {}
         """Rank by pid, of those that live."""
@@ -178,16 +179,21 @@ class Guardian:
             stacks=stacks,
             lane=lane[0] if lane else None,
         )
-        if request["fresh"]:
-            pid = self._spawn(session, request["flags"], descriptors)
-        else:
-            with warnings.catch_warnings():
-                # Libraries may have started threads of their own, with handlers for a fork.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
-            if pid == 0:
-                _become_child(descriptors)
-                return Newborn(descriptors, self._pid)
+        mark = linux.set_mark(session.mark)  # what is started now inherits it
+        try:
+            if request["fresh"]:
+                pid = self._spawn(session, request["flags"], descriptors)
+            else:
+                with warnings.catch_warnings():
+                    # Libraries may have started threads of their own, with handlers for a fork.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    pid = os.fork()
+                if pid == 0:
+                    _become_child(descriptors)
+                    return Newborn(descriptors, self._pid)
+        finally:
+            if os.getpid() == self._pid:
+                linux.set_mark(mark)
         rank = request["rank"]
         session.workers[pid] = rank
         session.leaders.add(pid)
@@ -265,8 +271,13 @@ class Guardian:
         for info in table.values():
             if info.parent != self._pid or info.pid in others:
                 continue
-            # An orphan: one of ours by its kernel session, its environment, or for lack of others.
-            if alone or info.session in session.leaders or linux.environment_has(info.pid, tag):
+            # An orphan: one of ours by its kernel session, its marks, or for lack of others.
+            if (
+                alone
+                or info.session in session.leaders
+                or linux.has_mark(info.pid, session.mark)
+                or linux.environment_has(info.pid, tag)
+            ):
                 roots.add(info.pid)
         found = [pid for root in roots for pid in (root, *linux.descendants(root, table))]
         return [pid for pid in found if pid in table]
