@@ -189,6 +189,9 @@ class Guardian:
                     warnings.simplefilter("ignore", DeprecationWarning)
                     pid = os.fork()
                 if pid == 0:
+                    # Their descriptors are closed below: the numbers may soon be somebody else's.
+                    for sock in (self._main, *(each.sock for each in self._sessions.values())):
+                        sock.detach()
                     _become_child(descriptors)
                     return Newborn(descriptors, self._pid)
         finally:
