@@ -106,6 +106,7 @@ def version_of(source: Source) -> int | None:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
+    tensor: Any
     if isinstance(source, Strided):
         tensor = source.value
     else:
