@@ -72,7 +72,7 @@ class Arena:
         """Blocks ever given out."""
         self._shared: dict[int, Block] = {}
         self._touched = 0
-        """Bytes from the start that have memory behind them, or had."""
+        """Bytes from the start that have been given out since the last `trim`."""
         self._listeners: list[Callable[[], None]] = []
 
     def in_use(self, owner: str | None = None) -> int:
@@ -187,7 +187,7 @@ class Arena:
     @property
     def room(self) -> int:
         """How large a block could be, in bytes, with all others gone."""
-        return min(self.size, self._touched + linux.available_memory())
+        return min(self.size, self._memory() + linux.available_memory())
 
     def fits(self, weight: int) -> bool:
         """Whether a block of that size could ever be had."""
@@ -230,6 +230,10 @@ class Arena:
             if self.allocations == since:
                 self._touched = last
 
+    def _memory(self) -> int:
+        """Return how many bytes of memory are behind the arena now."""
+        return os.fstat(self.fd).st_blocks * 512  # whatever the size of a block of the file system
+
     def _allocate(self, size: int, owner: str) -> Block | None:
         for index, start in enumerate(self._starts):  # noqa: B007  # used below
             room = self._free[start]
@@ -239,7 +243,8 @@ class Arena:
             return None
         end = start + size
         if end > self._touched:
-            if end - self._touched > linux.available_memory():
+            # Blocks that were given out and are not filled yet will need memory too.
+            if end - self._memory() > linux.available_memory():
                 return None
             self._touched = end
         del self._starts[index], self._free[start]

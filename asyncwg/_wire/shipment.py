@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final, NamedTuple
 
 from asyncwg._wire.codec import Encoded
 from asyncwg._wire.sources import Source, size_of, steady
 
-ARENA_FROM: Final = 64 * 1024
+ARENA_FROM: Final = float(os.environ.get("ASYNCWG_ARENA_FROM", 64 * 1024))
 """Bytes in all buffers of a value. Smaller values go through the pipe: two copies of 64 kB and the
-kernel's work cost about as much as a block's bookkeeping (docs/performance.md)."""
+kernel's work cost about as much as a block's bookkeeping (docs/performance.md). ``ASYNCWG_ARENA_FROM``
+in the environment of the controller sets it, for tests: to 0 for all values, or to ``inf`` for none."""
 _PLACE: Final = 64
 """Bytes. Buffers start at cache lines."""
 
