@@ -40,6 +40,8 @@ from asyncwg.errors import ResourceError
 
 RELIEVE_AFTER: Final = 0.2
 """Seconds that arguments wait for room before the holders are asked to make blocks their own."""
+_RELIEVE_AGAIN: Final = 0.02
+"""The same, when that has helped: who kept those blocks is likely to keep the next ones too."""
 
 _COPYING: Final = -2
 """Stands for a rank while threads copy to a block."""
@@ -95,6 +97,8 @@ class Transfers:
         self._wants: collections.deque[_Want] = collections.deque()
         self._listening = False
         self._relief: asyncio.TimerHandle | None = None
+        self._relieved = False
+        """Whether the holders have been asked since somebody got room."""
         self._idle: asyncio.TimerHandle | None = None
         self.closed = False
 
@@ -385,7 +389,7 @@ class Transfers:
         if yes and not self._listening:
             self._listening = True
             self._arena.listen(self._room_from_any_thread)
-            self._relief = self._loop.call_later(RELIEVE_AFTER, self._relieve)
+            self._relieve_in(RELIEVE_AFTER)
         elif not yes and self._listening:
             self._listening = False
             self._arena.unlisten(self._room_from_any_thread)
@@ -412,8 +416,16 @@ class Transfers:
             self._wants.remove(want)
             want.alarm.cancel()
             want.take(blocks)
+            if self._relieved:
+                self._relieve_in(_RELIEVE_AGAIN)
         if not self._wants:
             self._listen(False)
+
+    def _relieve_in(self, seconds: float) -> None:
+        if self._relief is not None:
+            self._relief.cancel()
+        self._relieved = False
+        self._relief = self._loop.call_later(seconds, self._relieve)
 
     def _relieve(self) -> None:
         """Ask whoever keeps blocks for long to make them their own."""
@@ -422,7 +434,8 @@ class Transfers:
             if held:
                 rank.control.send(pack(Kind.OWN, 0, struct.pack(f"<{len(held)}Q", *held)))
         _copiers.submit(self._arena.mapping.own_all)
-        self._relief = self._loop.call_later(RELIEVE_AFTER * 5, self._relieve)
+        self._relieve_in(RELIEVE_AFTER * 5)
+        self._relieved = True
 
     def _shortage(self, weight: int, what: str) -> str:
         keys = [(f"rank {r.index}", (self._session, r.index)) for r in self._ranks]
