@@ -341,7 +341,7 @@ class Sender:
             pending.joins = joined
         call.attach(pending, plan.collect, self._calls)
         if job.options.timeout is not None:
-            self._deadline(job, call)
+            pending.expire = self._deadline(job, call)
         hang_after = job.options.hang_after
         if hang_after is not None:
             timer = self._loop.call_later(hang_after, self._gang.watch.report, pending, hang_after)
@@ -374,7 +374,7 @@ class Sender:
             call.cancel()
             raise
 
-    def _deadline(self, job: Job, call: Call[Any]) -> None:
+    def _deadline(self, job: Job, call: Call[Any]) -> Callable[[], None]:
         timeout = job.options.timeout
         assert timeout is not None
 
@@ -387,6 +387,7 @@ class Sender:
 
         timer = self._loop.call_later(timeout, expire)
         call.add_done_callback(lambda _call: timer.cancel())
+        return expire
 
     def _encode(self, job: Job, payload: dispatch.Payload) -> Load:
         args, kwargs, rows = payload
@@ -476,5 +477,7 @@ class Sender:
                 values = [need.result() for need in waiting.needs]
                 args, kwargs = codec.decode_with_values(waiting.snapshot, values)
                 self._send(waiting.job._replace(args=args, kwargs=kwargs), lane, waiting.call)
+            except asyncio.CancelledError:  # of a call whose value is needed
+                waiting.call.cancel()
             except Exception as error:  # noqa: BLE001  # what would have been raised at the call
                 waiting.call.settle(None, error)

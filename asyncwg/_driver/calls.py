@@ -60,6 +60,8 @@ class Pending:
     """Takes back what no rank has a byte of yet."""
     hung: bool = False
     """Whether it was reported to hang."""
+    expire: Callable[[], None] | None = None
+    """Ends the call because its deadline has passed."""
     cleanup: Callable[[], None] | None = None
     """Called when the call is over."""
 
@@ -103,6 +105,7 @@ class Pending:
     def take(self) -> Outcome | None:
         """Return who is to be told, once."""
         outcome, self.outcome = self.outcome, None
+        self.expire = None
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -254,6 +257,13 @@ class Calls:
         """Take an answer that is no result: the rank is ready."""
         self.result(rank, call_id, NONE, 0, memoryview(b""))
 
+    def expired(self, rank: int, call_id: int) -> None:
+        """Take it from a rank that the deadline has passed: its clock may be a little ahead of ours."""
+        pending = self._pending.get(call_id)
+        if pending is not None and pending.expire is not None:
+            pending.expire()
+        self.answered(rank, call_id)
+
     def error(self, rank: int, call_id: int, failure: failures.Failure) -> None:
         """Take a rank's ERROR."""
         pending = self._pending.get(call_id)
@@ -395,7 +405,8 @@ class Calls:
             pending.watch()
         if not pending.left:
             self._complete(pending)
-        elif len(pending.errors) == 1:
+        elif len(pending.errors) == 1 and pending.outcome is not None:
+            # Where nobody waits any more, ranks fail because they were cancelled, each in its own time.
             pending.timer = self._loop.call_later(self._error_grace, self._grace_over, pending)
         self._wake()
 

@@ -247,6 +247,8 @@ class Gang:
             self._stopped(rank)
         elif kind in (Kind.HELD, Kind.STARTED):
             self.calls.vote(rank, call_id, aux, held=kind == Kind.HELD)
+        elif kind == Kind.EXPIRED:
+            self.calls.expired(rank, call_id)
         elif kind == Kind.PONG:
             self.watch.pong(call_id)
         else:

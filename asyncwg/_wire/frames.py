@@ -76,6 +76,8 @@ class Kind(enum.IntEnum):
     """Worker: pairs of a block's offset and how often it was received, now let go."""
     OWN = 22
     """Driver, on the control lane: make these blocks your own and let go of them."""
+    EXPIRED = 23
+    """Worker: the deadline of the call has passed, and its body was cancelled."""
 
 
 KINDS: Final = frozenset(int(kind) for kind in Kind)

@@ -35,6 +35,10 @@ from asyncwg._worker.service import Request, Service
 _STOP: Final = int(Kind.STOP)
 
 
+class _ExpiredError(Exception):
+    """The deadline of a call has passed, by this process's clock."""
+
+
 class ComputeLane:
     """Runs ``def`` methods. Everything here happens in the main thread."""
 
@@ -221,6 +225,8 @@ class AsyncLane:
             else:
                 async with limit:
                     value = await self._bounded(request)
+        except _ExpiredError:
+            return pack(Kind.EXPIRED, call.id)
         except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
             return service.failure(call.id, error, skip_frames=2)
         try:
@@ -263,8 +269,14 @@ class AsyncLane:
         remaining = request.call.remaining
         if remaining is None:
             return await request.function(*request.args, **request.kwargs)
-        async with asyncio.timeout(remaining):
-            return await request.function(*request.args, **request.kwargs)
+        limit = asyncio.timeout(remaining)
+        try:
+            async with limit:
+                return await request.function(*request.args, **request.kwargs)
+        except TimeoutError as error:
+            if limit.expired():
+                raise _ExpiredError from error
+            raise
 
     def _send(self, pieces: list[Buffer]) -> None:
         assert self._channel is not None
