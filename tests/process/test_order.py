@@ -231,6 +231,7 @@ async def test_use_from_another_loop_is_refused_and_points_to_the_blocking_group
             await bounded(asyncio.to_thread(asyncio.run, elsewhere()))
         with pytest.raises(UsageError, match=r"asyncwg\.blocking"):
             await bounded(asyncio.to_thread(asyncio.run, wg.shutdown()))
+        assert wg.state == "running"
         assert await bounded(wg.echo(2)) == [2]
 
 
