@@ -80,16 +80,18 @@ class Generation:
 
     async def stop(self, grace: float, why: str) -> list[Exception]:
         """End it within ``grace`` seconds; return what ``close()`` raised. Cancelling it kills at once."""
+        self._fail_waiting(why)
+        try:
+            return await self.gang.stop(grace)
+        finally:
+            self.release()
 
+    def _fail_waiting(self, why: str) -> None:
         def unsent(job: Job) -> Exception:
             return GroupClosedError(f"{job.method.label} had not been sent when the group {why}")
 
         if self.sender is not None:
             self.sender.fail_waiting(unsent)
-        try:
-            return await self.gang.stop(grace)
-        finally:
-            self.release()
 
     def release(self) -> None:
         """Give back the devices and the port."""
@@ -99,11 +101,11 @@ class Generation:
 
     def let_go(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Return what ends it when its user has dropped the group without shutting it down."""
-        gang, release = self.gang, self.release
 
         def end() -> None:
-            gang.abandon_all()
-            release()
+            self._fail_waiting("was dropped by its user")
+            self.gang.abandon_all()
+            self.release()
 
         def tell_loop() -> None:
             if not loop.is_closed():  # else its sockets go with it, and the guardian does the rest

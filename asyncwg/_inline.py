@@ -278,6 +278,7 @@ class InlineGang:
     def abandon_all(self) -> None:
         """Let go of everything without waiting."""
         self.usable, self.closed = False, True
+        self._fail_pending()
         for rank in self._ranks:
             rank.cancel()
 

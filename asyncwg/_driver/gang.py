@@ -443,6 +443,7 @@ class Gang:
         """Let go of everything without waiting: the guardian kills what is left."""
         self.closed = True
         self.usable = False
+        self._fail_pending()  # a call may live longer than its group
         self.watch.stop()
         for rank in self._ranks:
             rank.close()
