@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncwg import CallTimeoutError, GroupClosedError, Worker, register
+from asyncwg import CallTimeoutError, GroupClosedError
 from asyncwg.testing import FaultPlan
 from benchmarks.chaos.player import Player
 from benchmarks.chaos.program import program, sizes_of
@@ -42,19 +42,13 @@ async def _until_answered(wg: object) -> None:
         await asyncio.sleep(0)
 
 
-class Waiting(Worker):
-    """Waits for what never comes."""
-
-    @register()
-    async def forever(self) -> None:
-        await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_deadline_that_a_worker_sees_first_is_the_same_exception(ranks: int) -> None:
+async def test_a_deadline_that_a_worker_sees_first_is_the_same_exception(
+    ranks: int, fifo: Callable[[], Fifo]
+) -> None:
     """It came as the TimeoutError of a method, and in a group from several ranks."""
-    async with group(Waiting, ranks) as wg:
-        call = wg.forever.options(timeout=0.05)()
+    async with group(Recorder, ranks) as wg:
+        call = wg.wait_async.options(timeout=0.05)(fifo())
         # The controller's own alarm comes later than the ranks'.
         asyncio.get_running_loop().call_later(0.045, _busy, 0.1)
         with pytest.raises(CallTimeoutError) as caught:
