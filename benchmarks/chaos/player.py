@@ -157,7 +157,7 @@ class Player:
             ClassWithInitArgs(Chaos),
             name=f"chaos{slot.number}",
             start_timeout=60,
-            arena_limit=32 << 20,
+            arena_limit=64 << 20,
         )
         await group.__aenter__()
         slot.group = group
