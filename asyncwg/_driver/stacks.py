@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 QUIET: Final = 0.03
 """Seconds of silence after which a rank's text is complete: the handler writes it in one go."""
 _READ: Final = 64 * 1024
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*:$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
@@ -123,18 +122,9 @@ class HangReport(NamedTuple):
 
 def parse(rank: int, text: str) -> RankStacks:
     """Read faulthandler's text: the stack of the thread that got the signal, which is the main one."""
-    threads: list[tuple[bool, list[Frame]]] = []
-    for line in text.splitlines():
-        head = _THREAD.match(line)
-        if head:
-            threads.append((head.group(1) == "Current thread", []))
-            continue
-        found = _FRAME.match(line)
-        if found and threads:
-            threads[-1][1].append(Frame(found["file"], found["line"], found["name"]))
-    main = next((frames for current, frames in threads if current), [])
     kept: list[Frame] = []
-    for frame in main:
+    for found in filter(None, map(_FRAME.match, text.splitlines())):
+        frame = Frame(found["file"], found["line"], found["name"])
         if frame.file.startswith(_OURS + "_worker"):
             break  # below this is asyncwg's own loop
         kept.append(frame)

@@ -36,7 +36,9 @@ def prepare(record: BootRecord, stacks: int) -> None:
     # Ctrl-C is the controller's business. A handler, unlike SIG_IGN, is not inherited by programs.
     signal.signal(signal.SIGINT, lambda _signum, _frame: None)
     faulthandler.enable(file=2, all_threads=True)
-    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    # The main thread alone, whose handler it is: other threads go on meanwhile, and what faulthandler
+    # reads of their frames may be freed under its hands, which would end a healthy process.
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=False)
     context.place = context.Place(
         record["group"],
         record["rank"],

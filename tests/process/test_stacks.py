@@ -18,6 +18,7 @@ from asyncwg import (
     WorkerGroupError,
 )
 from asyncwg._driver.stacks import HangReport, Stacks
+from asyncwg._wire.launch import STACKS_SIGNAL
 from tests.leaks import bounded
 from tests.process.workers_life import Fifo, group
 from tests.process.workers_reliability import Recorder
@@ -87,6 +88,35 @@ async def test_stacks_come_while_a_rank_holds_the_gil_in_c(
         await wg.shutdown(grace=0)
         with pytest.raises(GroupClosedError):
             await bounded(stuck)
+
+
+async def test_asking_harms_no_rank_whose_other_threads_are_busy() -> None:
+    """Their stacks were read too, while they ran: it ended the process within some hundred looks."""
+    looks = 2000
+    async with group(Recorder, 1) as wg:
+        wg.run(_keep_threads_busy)
+        await bounded(wg.note_async())
+        for _ in range(looks):
+            os.kill(wg.pids[0], STACKS_SIGNAL)
+            await asyncio.to_thread(os.sched_yield)  # or they come as one
+        assert None not in await bounded(wg.check_health())
+        await wg.shutdown(grace=0)
+
+
+def _keep_threads_busy(_worker: Recorder) -> None:
+    import threading
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+
+    def work() -> None:
+        while True:
+            deep(200)
+            exec("def f(n):\n    return n and f(n - 1)\nf(150)", {})
+
+    threading.Thread(target=work, daemon=True).start()
+    work()
 
 
 async def test_a_stopped_rank_is_told_as_silent() -> None:

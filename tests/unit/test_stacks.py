@@ -10,12 +10,9 @@ TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
 
 def text(*frames: tuple[str, int, str]) -> str:
-    """Write a stack as faulthandler does, another thread's first."""
+    """Write a stack as faulthandler does."""
     lines = [
-        "Thread 0x00007f0000000001 (most recent call first):",
-        f'  File "{WORKER}", line 300 in _main',
-        "",
-        "Current thread 0x00007f0000000002 (most recent call first):",
+        "Stack (most recent call first):",
         *(f'  File "{file}", line {line} in {name}' for file, line, name in frames),
         f'  File "{WORKER}", line 100 in _run',
         '  File "<string>", line 1 in <module>',
