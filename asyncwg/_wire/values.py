@@ -80,11 +80,14 @@ _NUMPY_TOO = [
 def _learn_dtypes() -> Any:
     import torch  # import here: only a process that has a tensor loads it
 
+    found: dict[str, Any] = {}
     for name in dir(torch):
         dtype = getattr(torch, name)
         if isinstance(dtype, torch.dtype):
-            _dtypes[str(dtype).removeprefix("torch.")] = dtype
-    _by_numpy.update({_dtypes[name]: name for name in _NUMPY_TOO})
+            found[str(dtype).removeprefix("torch.")] = dtype
+    _by_numpy.update({found[name]: name for name in _NUMPY_TOO})
+    # In one step: the other lane's thread may look while this one learns.
+    _dtypes.update(found)
     return torch
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncwg._wire import codec
+from asyncwg._wire import codec, values
 from asyncwg._wire.sources import inline
 from asyncwg.protocol import DataProto
 from tests.hostile import HOW, TEXT, Hostile, HostileBaseError, HostileError
@@ -583,3 +583,30 @@ def test_encoding_within_a_reducer_is_allowed() -> None:
             return codec.decode, (inner.stream, buffers_of(inner))
 
     assert sent([torch.zeros(20000), Nested()])[1][1] == "inner"
+
+
+def test_a_thread_that_meets_a_tensor_while_another_learns_the_dtypes_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It found some names there, and took them for all of them."""
+    stream, buffers = codec.encode(torch.arange(1000, dtype=torch.int32))
+    raw = [bytes(buffer) for buffer in inline(buffers)]
+    failed: list[Exception] = []
+
+    def read() -> None:
+        try:
+            codec.decode(stream, [bytearray(buffer) for buffer in raw])
+        except Exception as error:  # noqa: BLE001  # told by the test
+            failed.append(error)
+
+    class Names(dict[str, Any]):
+        def __setitem__(self, name: str, dtype: Any) -> None:
+            super().__setitem__(name, dtype)
+            if len(self) == 1:
+                other = threading.Thread(target=read)
+                other.start()
+                other.join()
+
+    monkeypatch.setattr(values, "_dtypes", Names())
+    read()
+    assert failed == []
