@@ -68,6 +68,8 @@ async def play(seed: int, options: argparse.Namespace) -> Player:
     uvloop_pipe = uvloop.new_event_loop()  # libuv keeps a pipe for signals
     uvloop_pipe.close()
     async with no_leaks():
+        # Values are made and compared on the loop: asyncio's debug mode would tell it each time.
+        asyncio.get_running_loop().slow_callback_duration = 2.0
         player = Player(sizes_of(seed, options.groups), verbose=options.verbose)
         number = 0
         try:
