@@ -208,7 +208,7 @@ class _Watch:
 class InlineGang:
     """What `asyncwg._driver.gang.Gang` is for processes. Belongs to the loop that made it."""
 
-    transfers: None = None
+    has_arena = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spec: Spec) -> None:
         self.loop = loop

@@ -174,12 +174,13 @@ class _Leaving:
 
 def _surface_of(group: Any, ranks: tuple[int, ...]) -> Any:
     """Return the group, or the view of it that stands for ``ranks``."""
-    if len(ranks) == group.world_size and ranks[0] <= ranks[-1]:
+    first, last, count = ranks[0], ranks[-1], len(ranks)
+    if count == group.world_size and first <= last:
         return group
     # Views come from slices, so their ranks are evenly spaced.
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    stop = ranks[-1] + step
-    return group[ranks[0] : stop if stop >= 0 else None : step]
+    step = (last - first) // (count - 1) if count > 1 else 1
+    stop = last + step
+    return group[first : stop if stop >= 0 else None : step]
 
 
 class Sender:
@@ -405,7 +406,7 @@ class Sender:
             raise
         except Exception as error:
             raise self._unsendable(job, args, kwargs, error) from error
-        large = None if self._gang.transfers is None else shipment(encoded)
+        large = shipment(encoded) if self._gang.has_arena else None
         return Load(kind, EXTRAS if extras else 0, number, encoded, large)
 
     def _unsendable(

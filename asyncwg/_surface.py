@@ -185,14 +185,14 @@ class Surface:
             ranks = self._target.ranks[index]
             if not ranks:
                 raise IndexError(f"no rank in [{index.start}:{index.stop}] of {self!r}")
-            return View(self._core, Target(ranks, False))
+            return View(self._core, Target(ranks, False), self)
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(f"a rank is an int or a slice, not {index!r}")
         try:
             rank = self._target.ranks[index]
         except IndexError:
             raise IndexError(f"no rank {index} in {self!r}") from None
-        return View(self._core, Target((rank,), True))
+        return View(self._core, Target((rank,), True), self)
 
     def __getattr__(self, name: str) -> Any:
         core = self.__dict__.get("_core")
@@ -217,8 +217,12 @@ class Surface:
 class View(Surface):
     """Some ranks of a group. Dispatch is over these ranks alone, and the first is rank zero.
 
-    Made by ``wg[...]``; it lives and dies with its group.
+    Made by ``wg[...]``. It keeps its group, which would end if its user kept the view alone.
     """
+
+    def __init__(self, core: Core, target: Target, parent: Surface) -> None:
+        super().__init__(core, target)
+        self._parent = parent
 
     def __repr__(self) -> str:
         ranks = self._target.ranks

@@ -29,11 +29,11 @@ class Progress(Protocol):
 class Owner(Protocol):
     """Who carries a call out."""
 
-    def abandon(self, progress: Any) -> None:
+    def abandon(self, progress: Any, /) -> None:
         """Take note that nobody waits for the result any more."""
         ...
 
-    async def released(self, progress: Any) -> None:
+    async def released(self, progress: Any, /) -> None:
         """Wait until no rank reads what was sent by reference."""
         ...
 

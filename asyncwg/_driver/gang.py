@@ -78,6 +78,9 @@ class _Starting:
 class Gang:
     """One generation of a group. Belongs to the event loop that made it."""
 
+    has_arena = True
+    """Whether large values go through the arena."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop, launch: Launch, guardian: Guardian) -> None:
         self._loop = loop
         self._launch = launch

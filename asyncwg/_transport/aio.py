@@ -196,7 +196,7 @@ class SocketChannel:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            count = 0  # a process that dies with unread bytes resets the stream: its end all the same
+            count = 0  # a process that dies with unread bytes resets the stream: its end too
         if not count:
             self._end(None)
             return False

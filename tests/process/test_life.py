@@ -238,9 +238,6 @@ async def test_a_group_that_is_dropped_without_a_shutdown_is_ended(loop_kind: st
             os.close(pidfd)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a view does not hold its group, which ends when only views are left"
-)
 async def test_a_group_is_not_ended_while_a_view_of_it_is_in_use() -> None:
     wg = await bounded(group(Steps, 2).__aenter__())
     there = weakref.ref(wg)
