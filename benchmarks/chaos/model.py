@@ -63,7 +63,8 @@ class Sent:
     ranks: Sequence[int]
     made_at: float = 0.0
     single: bool = False
-    is_async: bool = False
+    lane: str = "def"
+    """``"def"``, ``"async"``, or ``"limited"``: async, with a limit of how many run at once."""
     does: str = "return"
     """``"return"``, ``"raise"``, ``"never"`` or ``"die"``."""
     failing: Sequence[int] = ()
@@ -196,7 +197,7 @@ def order_complaints(
     Args:
         calls: what was sent since the last look, all of it ended.
         logs: tokens by rank, as they were run.
-        lane: ``"def"`` or ``"async"``.
+        lane: whose logs these are.
     """
     found: list[str] = []
     for rank, log in logs.items():
@@ -204,7 +205,7 @@ def order_complaints(
             found.append(f"rank {rank} ran {lane} calls out of order: {log}")
     ran = {rank: set(log) for rank, log in logs.items()}
     for sent in calls:
-        if sent.is_async != (lane == "async"):
+        if sent.lane != lane:
             continue
         where = [rank for rank in sent.ranks if sent.token in ran[rank]]
         elsewhere = [rank for rank in ran if rank not in sent.ranks and sent.token in ran[rank]]

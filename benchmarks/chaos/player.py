@@ -36,7 +36,11 @@ MANY: Final = 40
 """Calls under way in a slot beyond which the player waits for them."""
 KEPT: Final = 12
 """Results that are kept and looked at again."""
-ASYNC: Final = frozenset({"echo_async", "nap_async", "give_async", "fail_async", "forever_async"})
+LANES: Final = {
+    **dict.fromkeys(("echo_async", "give_async", "fail_async", "forever_async"), "async"),
+    "nap_async": "limited",
+}
+"""Where methods write down that they ran; all others are ``def``."""
 
 
 class Failure(AssertionError):
@@ -196,10 +200,8 @@ class Player:
         except GroupBrokenError:
             await self._recover(slot)  # it was broken off meanwhile
             return
-        if slot.size == 1 and not isinstance(logs, list):
-            logs = [logs]
-        for lane, number in (("def", 0), ("async", 1)):
-            by_rank = {rank: each[number] for rank, each in enumerate(logs)}
+        for lane in ("def", "async", "limited"):
+            by_rank = {rank: each[lane] for rank, each in enumerate(logs)}
             self._complaints += model.order_complaints(slot.calls, by_rank, lane)
         slot.calls = []
         await self._within(self._until_answered(group), f"the table of slot {slot.number}")
@@ -328,7 +330,7 @@ class Player:
         ranks = ranks_of(op.view, slot.size)
         single = isinstance(op.view, int)
         sent = Sent(token, op.method, slot.life, ranks, time.monotonic(), single)
-        sent.is_async = op.method in ASYNC
+        sent.lane = LANES.get(op.method, "def")
         sent.timeout = op.options.get("timeout")
         surface: Any = group
         if op.view is not None:

@@ -23,6 +23,7 @@ class Chaos(Worker):
         super().__init__()
         self.log: list[int] = []
         self.log_async: list[int] = []
+        self.log_limited: list[int] = []
         self.kept: collections.deque[Any] = collections.deque(maxlen=3)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -116,7 +117,7 @@ class Chaos(Worker):
 
     @register(max_concurrency=2)
     async def nap_async(self, token: int, seconds: float) -> int:
-        self.log_async.append(token)
+        self.log_limited.append(token)  # others pass while it waits for its turn
         await asyncio.sleep(seconds)
         return self.rank
 
@@ -139,8 +140,8 @@ class Chaos(Worker):
         await asyncio.Event().wait()
 
     @register()
-    def take_logs(self) -> tuple[list[int], list[int]]:
+    def take_logs(self) -> dict[str, list[int]]:
         """Give what was run on each lane since the last time."""
-        logs = self.log, self.log_async
-        self.log, self.log_async = [], []
+        logs = {"def": self.log, "async": self.log_async, "limited": self.log_limited}
+        self.log, self.log_async, self.log_limited = [], [], []
         return logs

@@ -156,8 +156,8 @@ def test_a_call_for_any_rank_runs_on_one() -> None:
 
 
 def test_lanes_are_looked_at_apart() -> None:
-    assert order({0: [], 1: []}, sent(RIGHT, token=1, is_async=True)) == []
-    assert order({0: [], 1: []}, sent(RIGHT, token=1, is_async=True), lane="async")
+    assert order({0: [], 1: []}, sent(RIGHT, token=1, lane="async")) == []
+    assert order({0: [], 1: []}, sent(RIGHT, token=1, lane="async"), lane="async")
 
 
 def test_a_program_follows_from_its_seed_alone() -> None:
