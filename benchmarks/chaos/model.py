@@ -14,6 +14,7 @@ from asyncwg import (
     CallTimeoutError,
     GroupBrokenError,
     GroupClosedError,
+    InternalError,
     UsageError,
     WorkerDiedError,
     WorkerGroupError,
@@ -48,6 +49,8 @@ class Life:
     """When each rank was killed."""
     ended: bool = False
     """Whether it was shut down or started again."""
+    garbled: bool = False
+    """Whether bytes of a rank were broken."""
     broken_off: bool = False
     """Whether a call broke it off, because ranks did not answer after a failure."""
 
@@ -155,6 +158,8 @@ def _may_raise(sent: Sent) -> bool:
         return sent.timeout is not None and seconds >= sent.timeout - EARLY
     if isinstance(error, WorkerDiedError):
         return error.rank in life.killed
+    if isinstance(error, InternalError):
+        return life.garbled
     return isinstance(error, GroupBrokenError) and (bool(life.killed) or life.broken_off)
 
 

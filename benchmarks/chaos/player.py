@@ -24,6 +24,8 @@ from asyncwg import (
     WorkerGroup,
 )
 from asyncwg._driver.arena import arena
+from asyncwg._driver.guardian import guardian
+from asyncwg.testing import FaultPlan
 from benchmarks.chaos import model
 from benchmarks.chaos.model import Life, Outcome, Sent
 from benchmarks.chaos.program import CallOp, GroupOp, KillOp, Op, ranks_of
@@ -294,10 +296,15 @@ class Player:
             return
         self._say(str(op))
         self.counts[f"kill by {op.how}"] += 1
-        pid = group.pids[op.rank]
-        if op.how == "leave":
+        if op.how in ("leave", "garble"):
             self._make(slot, op.rank, op)
             return
+        if op.how == "guardian":
+            self._kill_guardian()
+            return
+        pid = group.pids[op.rank]
+        if not pid:
+            raise Failure(f"rank {op.rank} of {group!r} has no process: {group.pids}")
         slot.life.killed[op.rank] = time.monotonic() + (0.05 if op.how == "stop" else 0.0)
         if op.how == "stop":
             os.kill(pid, signal.SIGSTOP)
@@ -305,17 +312,28 @@ class Player:
         else:
             os.kill(pid, signal.SIGTERM if op.how == "term" else signal.SIGKILL)
 
+    def _kill_guardian(self) -> None:
+        for slot in self.slots:
+            if slot.group is not None:
+                now = time.monotonic()
+                slot.life.killed |= dict.fromkeys(range(slot.size), now)
+        os.kill(guardian().pid, signal.SIGKILL)
+
     def _make(self, slot: Slot, rank: int, op: KillOp) -> None:
         group = slot.group
         assert group is not None
         self._token += 1
-        sent = Sent(
-            self._token, "leave", slot.life, (rank,), time.monotonic(), single=True,
-            does="die", failing=(rank,),
-        )  # fmt: skip
-        # It dies when its turn comes, at once or after all that is before it.
+        token = self._token
+        sent = Sent(token, op.how, slot.life, (rank,), time.monotonic(), single=True)
+        # It happens when its turn comes, at once or after all that is before it.
         slot.life.killed[rank] = time.monotonic() + BOUND
-        self._follow(slot, sent, lambda: group[rank].leave(sent.token, [rank]), None, op)
+        if op.how == "leave":
+            sent.does, sent.failing = "die", (rank,)
+            self._follow(slot, sent, lambda: group[rank].leave(token, [rank]), None, op)
+        else:
+            slot.life.garbled = True
+            with FaultPlan().corrupt(rank).on(group):
+                self._follow(slot, sent, lambda: group[rank].nap(token, 0.0), rank, op)
 
     # -- calls ------------------------------------------------------------------------------------
 

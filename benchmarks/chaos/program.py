@@ -89,7 +89,9 @@ def program(seed: int, operations: int, slots: int) -> Iterator[Op]:
         if draw < 0.955:
             yield _call(chance, slot, sizes[slot])
         elif draw < 0.965:
-            how = chance.choice(("kill", "kill", "stop", "leave", "term"))
+            how = chance.choices(
+                ("kill", "stop", "leave", "term", "garble", "guardian"), (8, 4, 4, 4, 4, 1)
+            )[0]
             yield KillOp(slot, chance.randrange(sizes[slot]), how)
         elif draw < 0.985:
             yield GroupOp(slot, "drain")
