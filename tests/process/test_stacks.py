@@ -99,7 +99,8 @@ async def test_asking_harms_no_rank_whose_other_threads_are_busy() -> None:
         for _ in range(looks):
             os.kill(wg.pids[0], STACKS_SIGNAL)
             await asyncio.to_thread(os.sched_yield)  # or they come as one
-        assert None not in await bounded(wg.check_health())
+        # Its control lane competes with busy threads for the GIL: that it answers at all is the claim.
+        assert None not in await bounded(wg.check_health(timeout=60), 70)
         await wg.shutdown(grace=0)
 
 
