@@ -146,6 +146,8 @@ class AsyncLane:
         self._limits = {name: asyncio.Semaphore(limit) for name, limit in limits.items()}
         self._service: Service | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._begun: set[int] = set()
+        """Calls whose task has taken its first step. One that is cancelled before would never answer."""
         self._parked: collections.deque[Request] = collections.deque()
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._main, name="asyncwg-async", daemon=True)
@@ -208,11 +210,13 @@ class AsyncLane:
         assert service is not None
         call = request.call
         context.running.set(call)
+        self._begun.add(call.id)
         try:
             self._send(await self._answer(service, request))
         finally:
             self.gate.leave(call)
             self._tasks.pop(call.id, None)
+            self._begun.discard(call.id)
 
     async def _answer(self, service: Service, request: Request) -> list[Buffer]:
         call = request.call
@@ -284,7 +288,8 @@ class AsyncLane:
 
     def _cancel(self, call_id: int) -> None:
         task = self._tasks.get(call_id)
-        if task is not None:
+        # What has not begun sees then that it was cancelled.
+        if task is not None and call_id in self._begun:
             task.cancel()
 
     async def _cancel_all(self) -> None:
