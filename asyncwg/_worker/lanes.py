@@ -70,9 +70,12 @@ class ComputeLane:
         """Run calls until STOP, and return its call id."""
         self._service = service
         self._blocks = service.blocks
-        while self._stop_id is None:
-            if not self.channel.read(self._deliver):
-                raise SystemExit(0)
+        try:
+            while self._stop_id is None:
+                if not self.channel.read(self._deliver):
+                    raise SystemExit(0)
+        except ConnectionError:  # nobody takes the answer any more: no news for stderr
+            raise SystemExit(0) from None
         return self._stop_id
 
     def _deliver(

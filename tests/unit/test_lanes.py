@@ -1,17 +1,19 @@
-"""The async lane answers every call, whenever it is cancelled."""
+"""The lanes of a worker: the async one answers every call, whenever it is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from asyncwg._wire.frames import HEADER, HEADER_SIZE, Kind
+from asyncwg._wire.frames import HEADER, HEADER_SIZE, NONE, Kind
+from asyncwg._worker.blocks import Blocks
 from asyncwg._worker.context import CurrentCall
-from asyncwg._worker.lanes import AsyncLane
+from asyncwg._worker.lanes import AsyncLane, ComputeLane
 from asyncwg._worker.service import Request, Service
 
 BOUND = 10.0
@@ -75,6 +77,25 @@ def test_a_call_that_is_cancelled_while_it_waits_has_an_answer(
     lane.cancel(1)
     _, call_id, kind, *_ = HEADER.unpack(ours.recv(HEADER_SIZE))
     assert (call_id, kind) == (1, Kind.ERROR)
+
+
+def test_a_worker_whose_answer_nobody_takes_leaves_without_a_word() -> None:
+    """It printed a traceback while its group was being broken off."""
+    ours, theirs = socket.socketpair()
+
+    class Closing:
+        def step(self) -> int:
+            ours.close()
+            return 1
+
+    lane = ComputeLane(theirs)
+    blocks: Any = Blocks(os.memfd_create("blocks"), 4096)
+    ours.sendall(HEADER.pack(0, 1, Kind.CALL, NONE, 0, 0))
+    with pytest.raises(SystemExit) as caught:
+        lane.serve(Service(Closing(), ["step"], blocks, ()))
+    assert caught.value.code == 0
+    os.close(blocks.woken)
+    lane.channel.close()
 
 
 async def _begin(lane: AsyncLane, request: Request) -> None:
