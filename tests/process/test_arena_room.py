@@ -227,10 +227,9 @@ async def test_a_call_that_gives_up_lets_those_behind_it_go(fifo: Callable[[], F
         await bounded(started.taken())
         os.kill(one.pids[0], signal.SIGSTOP)
         try:
-            large = one.check(numbers(1, 7 * MB), 1)
+            large, fits = one.check(numbers(1, 7 * MB), 1), one.check(numbers(2, 3 * MB), 2)
             with pytest.raises(ResourceError):
                 await bounded(large)
-            fits = one.check(numbers(2, 3 * MB), 2)
         finally:
             os.kill(one.pids[0], signal.SIGCONT)
         release.put()
@@ -369,38 +368,42 @@ async def test_calls_that_wait_for_room_fail_when_the_group_is_shut_down(
     assert arena().in_use() == 0
 
 
-@pytest.mark.parametrize("method", ["make", "make_async"])
 async def test_a_caller_that_goes_while_its_results_wait_for_room_leaves_nothing(
-    wg: WorkerGroup, no_memory: Callable[[], Any], method: str
+    wg: WorkerGroup, no_memory: Callable[[], Any]
 ) -> None:
     with no_memory():
-        call = getattr(wg, method)(0)
+        call = wg.make(0)
         await bounded(_offers(wg, 2))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await bounded(wg.ready())
     del call
     await bounded(_answered(wg))
+    assert await empty(wg)
+
+
+async def test_an_async_call_whose_caller_goes_while_its_results_wait_for_room_is_over_at_once(
+    wg: WorkerGroup, no_memory: Callable[[], Any]
+) -> None:
+    """And the places that are found later are given back."""
+    with no_memory():
+        call = wg.make_async(0)
+        await bounded(_offers(wg, 2))
+        call.cancel()
+        await bounded(_answered(wg))
+    del call
     assert await empty(wg)
 
 
 async def test_a_caller_that_goes_while_its_joined_results_wait_for_room_leaves_nothing(
     wg: WorkerGroup, no_memory: Callable[[], Any]
 ) -> None:
-    batch = numbers(0, 2 * LARGE)
-    await bounded(wg.rows_kept(batch))
     with no_memory():
-        call = wg.run(_joined)
+        call = wg.big_rows(torch.empty(2, 0))
         await bounded(_offers(wg, 2))
         call.cancel()
     await bounded(_answered(wg))
-    await bounded(wg.forget())
     assert await empty(wg)
-
-
-def _joined(worker: Large) -> Any:
-    return worker.kept[0]
 
 
 async def test_ranks_that_wait_for_room_together_are_answered_together(
