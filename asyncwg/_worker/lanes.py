@@ -265,6 +265,8 @@ class AsyncLane:
         try:
             grant = await granted
         except asyncio.CancelledError:
+            if not granted.cancelled():  # it came in the same turn of the loop
+                service.blocks.give_back(granted.result())
             # The caller has gone, but the controller still counts the answer.
             return pack(Kind.RESULT, call_id, flags=NONE)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import mmap
@@ -17,6 +18,10 @@ from asyncwg import _linux as linux
 from asyncwg._driver.arena import CONTROLLER, TRANSIT, Arena, Block, round_up
 from asyncwg._wire.arena import GRANULE, Mapping
 from asyncwg._wire.books import Books
+from asyncwg._wire.frames import ARENA, HEADER_SIZE, NONE, Kind, Placed, pack, pack_placed
+from asyncwg._wire.shipment import Shipment
+from asyncwg._worker.blocks import Blocks, Grant
+from asyncwg._worker.lanes import AsyncLane
 from asyncwg.errors import ResourceError
 
 SIZE = 64 * GRANULE
@@ -392,6 +397,85 @@ def test_a_collection_in_the_middle_of_any_look_at_the_books_does_no_harm(
     address: int = np.frombuffer(kept[-1], np.uint8).ctypes.data
     assert reader.mapping.untouched(address, 1) == (30 * GRANULE, 0)
     assert len(reader.let_go) == 16
+
+
+# A worker's dealings with it
+
+
+class Offers:
+    """`Blocks` of an async lane's service: takes offers, and notes what is given back."""
+
+    def __init__(self) -> None:
+        self.blocks = self
+        self.answer: Callable[[Grant], None] | None = None
+        self.back: list[Grant] = []
+
+    def offer(self, _id: int, _large: Shipment, answer: Callable[[Grant], None], _: int) -> Any:
+        self.answer = answer
+        return []
+
+    def give_back(self, grant: Grant) -> None:
+        self.back.append(grant)
+
+
+@pytest.mark.parametrize("order", ["grant first", "cancel first"])
+async def test_a_place_that_comes_in_the_turn_in_which_its_call_is_cancelled_is_given_back(
+    order: str,
+) -> None:
+    lane: Any = AsyncLane.__new__(AsyncLane)
+    lane._loop = asyncio.get_running_loop()
+    lane._send = lambda _pieces: None
+    offers: Any = Offers()
+    task = asyncio.create_task(lane._place(offers, 1, Shipment(b"", [b"x"], [1])))
+    await asyncio.sleep(0)
+    grant = Grant(Placed([(0, GRANULE)], [(1, 0, 0)]), "")
+    offers.answer(grant)
+    if order == "grant first":
+        lane._loop.call_soon(task.cancel)
+    else:
+        task.cancel()
+    await asyncio.wait([task])
+    assert offers.back == [grant]
+    assert task.result() == pack(Kind.RESULT, 1, flags=NONE)
+
+
+def test_a_place_for_a_call_that_is_not_known_is_given_back(file: int) -> None:
+    blocks = Blocks(os.dup(file), SIZE)
+    frame = b"".join(pack_placed(Kind.GRANT, 9, b"", Placed([(GRANULE, GRANULE)], [(1, 0, 0)])))
+    blocks.granted(9, ARENA, 1, memoryview(frame)[HEADER_SIZE:])
+    told = blocks.let_go()
+    assert told is not None
+    assert b"".join(told)[HEADER_SIZE:] == GRANULE.to_bytes(8, "little") + (1).to_bytes(8, "little")
+    os.close(blocks.woken)
+
+
+def test_two_threads_that_tell_what_was_let_go_tell_all_of_it_once(file: int) -> None:
+    """The compute lane and the control lane may be at it together."""
+    blocks = Blocks(os.dup(file), SIZE)
+    told: list[bytes] = []
+    failures: list[BaseException] = []
+    over = threading.Event()
+
+    def tell() -> None:
+        try:
+            while not over.is_set() or blocks._gone:
+                frame = blocks.let_go()
+                if frame is not None:
+                    told.append(b"".join(frame)[HEADER_SIZE:])
+        except BaseException as error:  # noqa: BLE001  # shown below
+            failures.append(error)
+
+    threads = [threading.Thread(target=tell) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for i in range(5000):
+        blocks._gone.append((i, 1))
+    over.set()
+    for thread in threads:
+        thread.join(20)
+    assert failures == []
+    assert sum(len(each) for each in told) == 5000 * 16
+    os.close(blocks.woken)
 
 
 # The books: B-1, B-2
