@@ -29,8 +29,9 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.installed-torch
 	$(INSTALL) -e '.[$*]'
 	@touch $@
 
+# pytest bounds each test; what hangs between or after them (a thread that is joined) ends here.
 test: $(VENV)/.installed-test  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	timeout --foreground --signal=INT --kill-after=30 1800 $(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, format and both type checkers; all of them, whichever fails
 	@failed=; \

@@ -46,15 +46,52 @@ def program(text: str, *arguments: str, **options: Any) -> subprocess.Popen[str]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # see Child
         **options,
     )
 
 
 def ends_well(process: subprocess.Popen[str]) -> str:
     """Return what a program printed, if it ended well and said nothing on stderr."""
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, err) == (0, "")
     return out
+
+
+class Child:
+    """A fork of this process that runs ``main``; its exit code is what ``main`` returns.
+
+    It computes on one thread: OpenMP's threads are not in a fork, and their master waits for them.
+    """
+
+    def __init__(self, main: Callable[[], int]) -> None:
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                torch.set_num_threads(1)
+                os._exit(main())
+            finally:
+                os._exit(70)
+
+    async def exit_code(self) -> int:
+        """Wait for its end; cancelled or too late, it is killed."""
+        descriptor = os.pidfd_open(self.pid)
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(descriptor, ended.set)
+        try:
+            await bounded(ended.wait(), 20)
+        finally:
+            loop.remove_reader(descriptor)
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+            status = os.waitpid(self.pid, 0)[1]  # noqa: ASYNC222 - it has ended
+        return os.waitstatus_to_exitcode(status)
 
 
 # Ranks that die
@@ -159,33 +196,34 @@ async def test_a_child_that_a_worker_forks_keeps_seeing_what_it_was_forked_with(
 
 async def test_a_child_that_the_controller_forks_keeps_seeing_its_results(wg: WorkerGroup) -> None:
     results: list[torch.Tensor] = await bounded(wg.make(7))
-    joined = await bounded(wg.rows(numbers(0, 2 * LARGE)))
+    joined = [await bounded(wg.rows(numbers(0, 2 * LARGE)))]
     told, tell = os.pipe()
-    pid = os.fork()
-    if not pid:
+
+    def main() -> int:
         os.read(told, 1)
-        good = all(same(result, 7) for result in results) and same(joined, 0)
-        os._exit(0 if good else 1)
+        return not (all(same(result, 7) for result in results) and same(joined[0], 0))
+
+    child = Child(main)
     results.clear()
-    del joined
+    joined.clear()
     for i in range(5):
         await bounded(wg.echo(numbers(100 + i)))
         await bounded(wg.rows(numbers(200 + i, 2 * LARGE)))
     os.write(tell, b"x")
-    _, status = await bounded(asyncio.to_thread(os.waitpid, pid, 0), 20)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert await child.exit_code() == 0
     os.close(told)
     os.close(tell)
 
 
 async def test_results_stay_as_they_are_when_the_controller_forks(wg: WorkerGroup) -> None:
     results = await bounded(wg.make(7))
-    pid = os.fork()
-    if not pid:
+
+    def main() -> int:
         for result in results:
             result.fill_(-1)
-        os._exit(0)
-    await bounded(asyncio.to_thread(os.waitpid, pid, 0), 20)
+        return 0
+
+    assert await Child(main).exit_code() == 0
     for i in range(5):
         await bounded(wg.echo(numbers(100 + i)))
     assert [same(result, 7) for result in results] == [True, True]
