@@ -18,8 +18,9 @@ from asyncwg._driver.gang import Gang
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport
 from asyncwg._generation import Generation
+from asyncwg._job import CallOptions, Job, Quick, Target, nearest
 from asyncwg._restart import RestartPolicy, Supervisor
-from asyncwg._sender import CallOptions, Job, Quick, Sender, Target, nearest
+from asyncwg._sender import Sender
 from asyncwg._wire.frames import NO_METHOD
 from asyncwg.call import Call
 from asyncwg.decorator import (
@@ -156,10 +157,14 @@ class Core:
 
     def submit(self, job: Job) -> Call[Any]:
         """Send a call. For proxies."""
+        return self.sender_for_call().submit(job)
+
+    def sender_for_call(self) -> Sender:
+        """Return the way to the ranks for one more call, or say why there is none; see `running`."""
         sender = self._usable_sender()
         if self.supervisor.policy is not None:
             self.supervisor.count_call()
-        return sender.submit(job)
+        return sender
 
     def _usable_sender(self) -> Sender:
         generation = self._generation

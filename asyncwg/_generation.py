@@ -12,7 +12,8 @@ from asyncwg._driver.gang import Gang
 from asyncwg._driver.guardian import guardian
 from asyncwg._driver.launch import Spec, encode_init, plan_launch
 from asyncwg._inline import InlineGang
-from asyncwg._sender import Job, Repeater, Sender
+from asyncwg._job import Job
+from asyncwg._sender import Repeater, Sender
 from asyncwg.errors import GroupClosedError
 from asyncwg.resource_pool import ResourcePool
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncwg._sender import Job
+from asyncwg._job import Job
 from asyncwg._wire import codec, sources
 from asyncwg.call import Call
 from asyncwg.errors import GroupBrokenError, GroupClosedError, UsageError, WorkerDiedError

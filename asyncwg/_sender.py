@@ -13,26 +13,27 @@ Everything that can be wrong with a call is found before ``Calls.send``: no rank
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from asyncwg import dispatch
 from asyncwg._driver.calls import Outcome, Pending
 from asyncwg._driver.departure import Load
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.rank import ASYNC, COMPUTE
+from asyncwg._job import Job, Quick, Target, expire_later, inherited
+from asyncwg._waiting import Place, Waiting
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, pack
+from asyncwg._wire.handle import Handle
 from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
 from asyncwg._worker import context
-from asyncwg.call import Call, Collect
-from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode, Uneven
-from asyncwg.errors import CallTimeoutError, GroupClosedError, ResourceError, UsageError
+from asyncwg.call import Call
+from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode
+from asyncwg.errors import GroupClosedError, ResourceError
 
 _CALL: Final = int(Kind.CALL)
 # Looked up on every call, where an attribute of a class costs more than a name of the module.
@@ -40,102 +41,6 @@ _ALL: Final = Execute.ALL
 _HEADER_PACK: Final = HEADER.pack
 _RANK_ZERO: Final = Dispatch.RANK_ZERO
 _NOTHING: Final = dispatch.Payload((), {}, None)
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """Options of one call; see `Proxy.options`."""
-
-    timeout: float | None = None
-    uneven: Uneven = "error"
-    on_error: str = "abort"
-    copy: str = "later"
-    hang_after: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.timeout is not None and not self.timeout > 0:
-            raise UsageError(f"timeout must be more than 0 seconds, not {self.timeout!r}")
-        if self.uneven not in ("error", "allow", "pad"):
-            raise UsageError(f"uneven must be 'error', 'allow' or 'pad', not {self.uneven!r}")
-        if self.on_error not in ("abort", "wait"):
-            raise UsageError(f"on_error must be 'abort' or 'wait', not {self.on_error!r}")
-        if self.hang_after is not None and not self.hang_after > 0:
-            raise UsageError(f"hang_after must be more than 0 seconds, not {self.hang_after!r}")
-        if self.copy not in ("later", "now"):
-            raise UsageError(f"copy must be 'later' or 'now', not {self.copy!r}")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return ``"; did you mean 'x'?"``, or nothing."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-class Target(NamedTuple):
-    """Which ranks a surface stands for."""
-
-    ranks: tuple[int, ...]
-    single: bool
-    """Whether a call gives the value of its one rank instead of a list."""
-
-
-class Job(NamedTuple):
-    """One call as the user made it."""
-
-    target: Target
-    method: Method
-    mode: Mode
-    number: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    options: CallOptions
-    kind: int = _CALL
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the rank needs to be told nothing but the method's number."""
-        return self.options.timeout is None and self.number != NO_METHOD
-
-
-class Quick(NamedTuple):
-    """A call without arguments that every rank gets alike, taken apart beforehand."""
-
-    job: Job
-    label: str
-    ranks: tuple[int, ...]
-    single: bool
-    lane: int
-    number: int
-    collect: Collect
-    on_error: str
-
-
-def quick_of(job: Job) -> Quick | None:
-    """Return the call without arguments in its quick form, or None where it has none."""
-    options, method = job.options, job.method
-    if (
-        job.mode not in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
-        or method.options.execute is not Execute.ALL
-        or method.options.idempotent
-        or not job.is_plain
-        or options.hang_after is not None
-    ):
-        return None
-    ranks, single = job.target
-    plan = dispatch.plan(
-        method, job.mode, (), {}, dispatch.Layout(ranks, single, None, {}), options.uneven
-    )
-    lane = ASYNC if method.is_async else COMPUTE
-    return Quick(job, method.label, ranks, single, lane, job.number, plan.collect, options.on_error)
-
-
-class _Waiting(NamedTuple):
-    """A call that keeps its place until the calls among its arguments have values."""
-
-    job: Job
-    call: Call[Any]
-    snapshot: codec.Encoded
-    needs: list[Call[Any]]
 
 
 class Repeater(Protocol):
@@ -159,19 +64,6 @@ class _Repeatable:
             self._call.settle(results, error)
 
 
-class _Leaving:
-    """Owner of a call that has not been sent."""
-
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
-
-    def abandon(self, progress: Any) -> None:
-        self._leave()
-
-    async def released(self, progress: Any) -> None:
-        """Nothing was sent."""
-
-
 def _surface_of(group: Any, ranks: tuple[int, ...]) -> Any:
     """Return the group, or the view of it that stands for ``ranks``."""
     first, last, count = ranks[0], ranks[-1], len(ranks)
@@ -181,6 +73,31 @@ def _surface_of(group: Any, ranks: tuple[int, ...]) -> Any:
     step = (last - first) // (count - 1) if count > 1 else 1
     stop = last + step
     return group[first : stop if stop >= 0 else None : step]
+
+
+def _plan_with_handles(job: Job, layout: dispatch.Layout) -> dispatch.Plan:
+    """Plan a call whose method gets handles: they are split as their values are."""
+
+    def opened(value: Any) -> Any:
+        return value.get() if isinstance(value, Handle) else value
+
+    method, mode, args, kwargs = job.method, job.mode, job.args, job.kwargs
+    if isinstance(mode, CustomMode):  # the user's function gets them as they are
+        return dispatch.plan(method, mode, args, kwargs, layout, job.options.uneven)
+    closed = {
+        key for key, value in [*enumerate(args), *kwargs.items()] if isinstance(value, Handle)
+    }
+    args = tuple(opened(value) for value in args)
+    kwargs = {key: opened(value) for key, value in kwargs.items()}
+    plan = dispatch.plan(method, mode, args, kwargs, layout, job.options.uneven)
+    payloads = tuple(
+        payload._replace(
+            args=tuple(Handle.of(v) if i in closed else v for i, v in enumerate(payload.args)),
+            kwargs={k: Handle.of(v) if k in closed else v for k, v in payload.kwargs.items()},
+        )
+        for payload in plan.payloads
+    )
+    return plan._replace(payloads=payloads)
 
 
 class Sender:
@@ -205,11 +122,13 @@ class Sender:
     ) -> None:
         self._loop = loop
         self._gang = gang
+        self.calls: Final = gang.calls
+        """The pending table."""
         self._calls = gang.calls
         self._group = weakref.ref(group)
         self._repeater = repeater
         self._has_async = has_async
-        self._waiting: tuple[list[_Waiting], list[_Waiting]] = ([], [])
+        self._waiting: tuple[list[Waiting], list[Waiting]] = ([], [])
         self._layouts: dict[Target, dispatch.Layout] = {}
 
     def submit(self, job: Job) -> Call[Any]:
@@ -219,15 +138,13 @@ class Sender:
             DispatchError: its arguments can't be given out.
             TypeError: one can't be pickled.
         """
-        target, method, mode, _, args, kwargs, options, kind = job
-        outer = context.running.get()
-        if outer is not None and options.timeout is None and outer.remaining is not None:
-            # A call made by a method inherits what is left of the method's own time.
-            job = job._replace(options=replace(options, timeout=max(outer.remaining, 1e-6)))
+        target, method, mode, _, args, kwargs, _, kind = job
+        if context.running.get() is not None:
+            job = inherited(job)
         if kind == _CALL and (method.options.execute is not _ALL or mode is _RANK_ZERO):
             job = self._narrow(job)
             target = job.target
-        lane = ASYNC if self._has_async and method.is_async else COMPUTE
+        lane = self.lane_of(method)
         call: Call[Any] = Call(self._loop, method.label)
         queue = self._waiting[lane]
         if queue and self._blocked(queue, target):
@@ -258,18 +175,38 @@ class Sender:
 
     def send_again(self, job: Job, call: Call[Any]) -> None:
         """Send a call that an earlier generation has not answered."""
-        lane = ASYNC if self._has_async and job.method.is_async else COMPUTE
         try:
-            self._send(job, lane, call)
+            self._send(job, self.lane_of(job.method), call)
         except Exception as error:  # noqa: BLE001  # what would have been raised at the call
             call.settle(None, error)
 
     def fail_waiting(self, error_of: Callable[[Job], Exception]) -> None:
         """Fail what has not been sent: the group has ended."""
-        for queue in self._waiting:
-            waiting_calls, queue[:] = list(queue), []
-            for waiting in waiting_calls:
-                waiting.call.settle(None, error_of(waiting.job))
+        for waiting in [*self._waiting[COMPUTE], *self._waiting[ASYNC]]:
+            job = next(place.job for place in waiting.places if place.sender is self)
+            waiting.call.settle(None, error_of(job))
+            waiting.abandon(None)
+
+    def check(self) -> None:
+        """Raise if the ranks take no calls."""
+        self._gang.check()
+
+    def lane_of(self, method: Method) -> int:
+        """Return which lane of the ranks runs a method."""
+        return ASYNC if self._has_async and method.is_async else COMPUTE
+
+    def queue(self, lane: int) -> list[Waiting]:
+        """Return the calls that wait for a lane, in order."""
+        return self._waiting[lane]
+
+    def at_its_turn(self, waiting: Waiting, place: Place) -> bool:
+        """Whether no earlier call keeps one back that waits here."""
+        queue = self._waiting[place.lane]
+        return not self._blocked(queue[: queue.index(waiting)], place.job.target)
+
+    def must_wait(self, lane: int, target: Target) -> bool:
+        """Whether a call to these ranks has to wait for an earlier one."""
+        return self._blocked(self._waiting[lane], target)
 
     def _narrow(self, job: Job) -> Job:
         ranks = job.target.ranks
@@ -278,9 +215,14 @@ class Sender:
             return job._replace(target=Target((min(ranks, key=lambda rank: load[rank]),), True))
         return job._replace(target=Target(ranks[:1], True))
 
-    def _blocked(self, queue: list[_Waiting], target: Target) -> bool:
+    def _blocked(self, queue: list[Waiting], target: Target) -> bool:
         ranks = set(target.ranks)
-        return any(not ranks.isdisjoint(waiting.job.target.ranks) for waiting in queue)
+        return any(
+            not ranks.isdisjoint(place.job.target.ranks)
+            for waiting in queue
+            for place in waiting.places
+            if place.sender is self
+        )
 
     def _layout(self, target: Target, mode: Mode) -> dispatch.Layout:
         layout = self._layouts.get(target)
@@ -297,100 +239,100 @@ class Sender:
 
     def _send(self, job: Job, lane: int, call: Call[Any]) -> None:
         target, method, mode, number, args, kwargs, options, kind = job
-        plan = dispatch.plan(method, mode, args, kwargs, self._layout(target, mode), options.uneven)
+        layout = self._layout(target, mode)
+        if method.options.materialize_futures:
+            plan = dispatch.plan(method, mode, args, kwargs, layout, options.uneven)
+        else:
+            plan = _plan_with_handles(job, layout)
+        outcome: Outcome = call
+        if method.options.idempotent:
+            outcome = _Repeatable(self._repeater, job, call)
         if plan.index is None and plan.payloads[0] == _NOTHING and job.is_plain:
             # The shortest way: nothing to encode.
             call_id = self._calls.next_id()
             frames: list[list[Buffer]] = [[HEADER.pack(0, call_id, kind, NONE, number, 0)]]
+            pending = self._calls.send(
+                call_id,
+                method.label,
+                target.ranks,
+                lane,
+                frames,
+                outcome,
+                target.single,
+                options.on_error,
+            )
         else:
-            loads = [self._encode(job, payload) for payload in plan.payloads]
-            call_id = self._calls.next_id()
-            if any(load.large is not None for load in loads):
-                self._ship(job, lane, call, call_id, loads, plan)
-                return
-            frames = [
-                pack(
-                    kind,
-                    call_id,
-                    load.encoded.stream,
-                    inline(load.encoded.buffers),
-                    flags=load.flags,
-                    aux=number,
-                )
-                for load in loads
-            ]
-            if plan.index is not None:
-                frames = [frames[each] for each in plan.index]
-        outcome: Outcome = call
-        if method.options.idempotent:
-            outcome = _Repeatable(self._repeater, job, call)
-        pending = self._calls.send(
-            call_id,
-            method.label,
-            target.ranks,
-            lane,
-            frames,
-            outcome,
-            target.single,
-            options.on_error,
-        )
-        self._attach(job, call, pending, plan)
-
-    def _attach(self, job: Job, call: Call[Any], pending: Pending, plan: dispatch.Plan) -> None:
+            loads = [self.encode(job, payload) for payload in plan.payloads]
+            pending = self.hand_out(job, lane, outcome, loads, plan.index)
         joined = plan.joined
         if joined is not None:
             pending.joins = joined
         call.attach(pending, plan.collect, self._calls)
-        if job.options.timeout is not None:
-            pending.expire = self._deadline(job, call)
-        hang_after = job.options.hang_after
-        if hang_after is not None:
-            timer = self._loop.call_later(hang_after, self._gang.watch.report, pending, hang_after)
-            call.add_done_callback(lambda _call: timer.cancel())
+        if options.timeout is not None:
+            pending.expire = expire_later(self._loop, job, call)
+        if options.hang_after is not None:
+            self.report_later(pending, options.hang_after, call)
 
-    def _ship(
+    def hand_out(
         self,
         job: Job,
         lane: int,
-        call: Call[Any],
-        call_id: int,
-        loads: list[Load],
-        plan: dispatch.Plan,
-    ) -> None:
-        pending = self._calls.register(
+        outcome: Outcome,
+        loads: Sequence[Load],
+        index: Sequence[int] | None,
+    ) -> Pending:
+        """Send what is encoded to the job's ranks: to position i ``loads[index[i]]``.
+
+        Raises:
+            ResourceError: it can't fit into the arena. Nothing was sent.
+        """
+        calls, method, ranks = self._calls, job.method, job.target.ranks
+        call_id = calls.next_id()
+        if not self._gang.has_arena or all(load.large is None for load in loads):
+            frames = [
+                pack(
+                    load.kind,
+                    call_id,
+                    load.encoded.stream,
+                    inline(load.encoded.buffers),
+                    flags=load.flags,
+                    aux=load.aux,
+                )
+                for load in loads
+            ]
+            if index is not None:
+                frames = [frames[each] for each in index]
+            single, on_error = job.target.single, job.options.on_error
+            return calls.send(call_id, method.label, ranks, lane, frames, outcome, single, on_error)
+        pending = calls.register(
             call_id,
-            job.method.label,
-            job.target.ranks,
+            method.label,
+            ranks,
             lane,
-            _Repeatable(self._repeater, job, call) if job.method.options.idempotent else call,
+            outcome,
             single=job.target.single,
             on_error=job.options.on_error,
         )
-        self._attach(job, call, pending, plan)
         now = job.options.copy == "now"
         try:
-            self._gang.transfers.ship(self._calls, pending, loads, plan.index, now=now)
+            self._gang.transfers.ship(calls, pending, loads, index, now=now)
         except ResourceError:
-            self._calls.forget(pending)
-            call.cancel()
+            calls.forget(pending)
             raise
+        return pending
 
-    def _deadline(self, job: Job, call: Call[Any]) -> Callable[[], None]:
-        timeout = job.options.timeout
-        assert timeout is not None
-
-        def expire() -> None:
-            if not call.done():
-                call.set_exception(
-                    CallTimeoutError(f"{job.method.label} did not end within {timeout} s")
-                )
-                call.abandon()
-
-        timer = self._loop.call_later(timeout, expire)
+    def report_later(self, pending: Pending, hang_after: float, call: Call[Any]) -> None:
+        """Have the call reported if it runs longer than ``hang_after`` seconds."""
+        timer = self._loop.call_later(hang_after, self._gang.watch.report, pending, hang_after)
         call.add_done_callback(lambda _call: timer.cancel())
-        return expire
 
-    def _encode(self, job: Job, payload: dispatch.Payload) -> Load:
+    def encode(self, job: Job, payload: dispatch.Payload) -> Load:
+        """Turn what a rank gets into bytes.
+
+        Raises:
+            TypeError: something can't be pickled; the message says what.
+            UnresolvedError: an un-awaited call is hidden in it.
+        """
         args, kwargs, rows = payload
         number, kind = job.number, job.kind
         extras: dict[str, Any] = {}
@@ -432,53 +374,45 @@ class Sender:
 
         The other arguments are taken as they are now (O-7).
         """
+        snapshot, needs = self.snapshot(job)
+
+        def go() -> None:
+            self._gang.check()
+            values = waiting.values()
+            if not job.method.options.materialize_futures:
+                values = [Handle.of(value) for value in values]
+            args, kwargs = codec.decode_with_values(snapshot, values)
+            self._send(job._replace(args=args, kwargs=kwargs), lane, call)
+
+        waiting = Waiting(call, needs, [Place(self, lane, job)], go)
+        if job.options.timeout is not None:
+            expire_later(self._loop, job, call)
+        waiting.enter()
+
+    def snapshot(self, job: Job) -> tuple[codec.Encoded, list[Call[Any]]]:
+        """Return a job's arguments as they are now, and the un-awaited calls among them.
+
+        Raises:
+            TypeError: something can't be pickled; the message says what.
+        """
         try:
-            snapshot, needs = codec.encode_with_calls((job.args, dict(job.kwargs)))
+            return codec.encode_with_calls((job.args, dict(job.kwargs)))
         except Exception as error:
             raise self._unsendable(job, job.args, job.kwargs, error) from error
-        waiting = _Waiting(job, call, snapshot, needs)
-        queue = self._waiting[lane]
-        queue.append(waiting)
 
-        def leave() -> None:
-            if waiting in queue:
-                queue.remove(waiting)
-                self._advance(lane)
-
-        def known(need: asyncio.Future[Any]) -> None:
-            if not call.done():
-                if need.cancelled():
-                    call.cancel()
-                elif (error := need.exception()) is not None:
-                    call.settle(None, error if isinstance(error, Exception) else None)
-                    leave()
-            self._advance(lane)
-
-        call.attach(None, None, _Leaving(leave))
-        if job.options.timeout is not None:
-            self._deadline(job, call)
-        for need in {id(need): need for need in needs}.values():
-            need.add_done_callback(known)
-        self._advance(lane)
-
-    def _advance(self, lane: int) -> None:
+    def advance(self, lane: int) -> None:
         """Send what can go now: its values are there, and no earlier call keeps it back."""
         queue = self._waiting[lane]
         for waiting in list(queue):
-            if waiting not in queue or waiting.call.done():
+            if waiting not in queue or waiting.call.done() or not waiting.free:
                 continue
-            before = queue[: queue.index(waiting)]
-            if not all(need.done() for need in waiting.needs):
-                continue
-            if self._blocked(before, waiting.job.target):
-                continue
-            queue.remove(waiting)
+            waiting.leave()
             try:
-                self._gang.check()
-                values = [need.result() for need in waiting.needs]
-                args, kwargs = codec.decode_with_values(waiting.snapshot, values)
-                self._send(waiting.job._replace(args=args, kwargs=kwargs), lane, waiting.call)
+                waiting.go()
             except asyncio.CancelledError:  # of a call whose value is needed
                 waiting.call.cancel()
             except Exception as error:  # noqa: BLE001  # what would have been raised at the call
                 waiting.call.settle(None, error)
+            for other, its_lane, _ in waiting.places:
+                if other is not self or its_lane != lane:
+                    other.advance(its_lane)

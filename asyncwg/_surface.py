@@ -8,11 +8,25 @@ from dataclasses import fields, replace
 from typing import Any
 
 from asyncwg._core import Core
-from asyncwg._sender import CallOptions, Job, Quick, Target, nearest, quick_of
+from asyncwg._job import CallOptions, Job, Quick, Target, nearest, quick_of
 from asyncwg._wire.frames import NO_METHOD, Kind
 from asyncwg.call import Call
 from asyncwg.decorator import CustomMode, Dispatch, Method, Mode
 from asyncwg.errors import UsageError
+
+
+def changed_options(before: CallOptions, changes: dict[str, Any], what: str) -> CallOptions:
+    """Return ``before`` with changes.
+
+    Raises:
+        TypeError: ``what`` has no such option.
+        UsageError: a value that can't be right.
+    """
+    known = [field.name for field in fields(CallOptions)]
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"{what} has no option {name!r}{nearest(name, known)}")
+    return replace(before, **changes)
 
 
 class Proxy:
@@ -76,13 +90,8 @@ class Proxy:
                 they are written to by what moves no version counter: ``.data``, a numpy alias, fused
                 optimizers, collectives).
         """
-        known = [field.name for field in fields(CallOptions)]
-        for name in options:
-            if name not in known:
-                raise TypeError(
-                    f"{self._method.label}.options() has no option {name!r}{nearest(name, known)}"
-                )
-        return Proxy(self._core, *self._fixed, replace(self._options, **options))
+        changed = changed_options(self._options, options, f"{self._method.label}.options()")
+        return Proxy(self._core, *self._fixed, changed)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._method.kind in ("generator", "async generator"):
@@ -228,3 +237,11 @@ class View(Surface):
         ranks = self._target.ranks
         shown = str(ranks[0]) if self._target.single else f"{list(ranks)}"
         return f"<ranks {shown} of group {self._core.name!r}, {self._core.state}>"
+
+
+def inside(surface: Surface) -> tuple[Core, Target]:
+    """Return the inside of a group, and which of its ranks a surface stands for.
+
+    A function, because every attribute of a group is a name that no method can have.
+    """
+    return surface._core, surface._target  # noqa: SLF001

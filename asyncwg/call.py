@@ -17,9 +17,13 @@ T = TypeVar("T")
 class Progress(Protocol):
     """What is known of a call that has been sent."""
 
-    ranks: Sequence[int]
     watch: Callable[[], None] | None
     """Called whenever a rank has answered."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks it went to."""
+        ...
 
     def landed(self) -> list[tuple[int, Any]]:
         """Return rank and value, or exception, of those that have answered, in that order."""

@@ -349,7 +349,10 @@ def register(
         dispatch_mode: how arguments are given out and results put together.
         execute_mode: which ranks run it.
         blocking: used by `asyncwg.blocking` only: whether the plain call waits for the value.
-        materialize_futures: whether a `Call` given as an argument arrives as its value.
+        materialize_futures: whether a `Call` given as an argument arrives as its value; if not, the
+            method gets a handle in its place and reads the value with ``handle.get()``, or ``await
+            handle``, if it wants it. A mode that splits gives each rank the handle of its shard. The
+            call waits for the value either way.
         uneven: rows that don't divide by the ranks: ``"error"``; ``"allow"``: sizes differ by at
             most one, shards may be empty; ``"pad"``: copies of the last row are added at the end
             and the result is cut again.

@@ -11,9 +11,10 @@ from asyncwg import distributed
 from asyncwg._core import Core
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport, Stacks
+from asyncwg._job import CallOptions, nearest
 from asyncwg._restart import RestartPolicy
-from asyncwg._sender import CallOptions, nearest
 from asyncwg._surface import Surface, View
+from asyncwg._union import Union
 from asyncwg.decorator import (
     Method,
     kind_of,
@@ -306,6 +307,15 @@ class WorkerGroup(Surface):
         group = cls(resource_pool, cls_with_init, **options)
         await group.__aenter__()
         return group
+
+    @staticmethod
+    def union(*members: Surface) -> Union:
+        """Return groups, or views of groups, to be called as one; see `Union`.
+
+        Raises:
+            UsageError: less than two, no groups, or a rank twice.
+        """
+        return Union(members)
 
     async def __aenter__(self) -> Self:
         """Start it; see `start`."""

@@ -64,6 +64,8 @@ class Pending:
     """Ends the call because its deadline has passed."""
     cleanup: Callable[[], None] | None = None
     """Called when the call is over."""
+    verdict: Callable[[bool], None] | None = None
+    """Of a share of a call of several groups: takes whether no rank has started it, instead of `Calls`."""
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Calls:
     ) -> None:
         self._loop = loop
         self._ranks = ranks
-        self._error_grace = error_grace
+        self.error_grace = error_grace
         self._overdue = overdue
         self._unpack = receive
         self._readers_gone = readers_gone
@@ -319,6 +321,7 @@ class Calls:
                 each.unsent()
             if outcome is not None:
                 outcome.settle(None, error_of(each))
+            self._started(each)
 
     async def ready(self, ranks: Sequence[int], calls: int, backlog: int) -> None:
         """Wait until each rank has less to do than a window.
@@ -384,16 +387,49 @@ class Calls:
         pending.votes[rank] = held
         if len(pending.votes) < len(pending.ranks):
             return
-        if all(pending.votes.values()):
+        held_by_all = all(pending.votes.values())
+        if pending.verdict is None:
+            self.decide(pending, drop=held_by_all)
+        else:
+            tell, pending.verdict = pending.verdict, None
+            tell(held_by_all)
+
+    def decide(self, pending: Pending, *, drop: bool) -> None:
+        """Have all ranks drop a call that all of them hold, or all run it and throw the result away."""
+        if pending.call_id not in self._pending or pending.votes is None:
+            return
+        call_id, lane = pending.call_id, pending.lane
+        if drop:
             for each in pending.ranks:
                 self._ranks[each].control.send(pack(Kind.DROP, call_id, aux=lane))
             self.forget(pending)
             return
         for each in pending.silent:
             control = self._ranks[each].control
-            if pending.votes[each]:
+            if pending.votes.get(each):
                 control.send(pack(Kind.RESUME, call_id, aux=lane))
             control.send(pack(Kind.CANCEL, call_id, aux=lane))
+
+    def abandon_share(self, pending: Pending, verdict: Callable[[bool], None]) -> None:
+        """Nobody waits for a call of several groups any more, of which this is one group's share.
+
+        ``verdict`` is told, once, whether none of its ranks has started it; `decide` goes on from there.
+        """
+        if pending.call_id not in self._pending or pending.unsent is not None:
+            pending.take()  # it has ended, or will be sent yet: its ranks will have started it
+            verdict(False)
+            return
+        pending.verdict = verdict
+        self.abandon(pending)
+
+    def give_up(self, pending: Pending, error: Exception) -> None:
+        """Its ranks may wait for what has failed elsewhere: end it as after a failure of its own (E-3)."""
+        if pending.call_id not in self._pending or pending.outcome is None:
+            return
+        if pending.unsent is not None:
+            self.refuse(pending, error)
+        else:
+            self._overdue(pending, pending.take(), error)
 
     def _failed(self, pending: Pending, rank: int, error: Exception) -> None:
         if pending.errors is None:
@@ -407,13 +443,14 @@ class Calls:
             self._complete(pending)
         elif len(pending.errors) == 1 and pending.outcome is not None:
             # Where nobody waits any more, ranks fail because they were cancelled, each in its own time.
-            pending.timer = self._loop.call_later(self._error_grace, self._grace_over, pending)
+            pending.timer = self._loop.call_later(self.error_grace, self._grace_over, pending)
         self._wake()
 
     def _complete(self, pending: Pending) -> None:
         del self._pending[pending.call_id]
         outcome = pending.outcome
         if outcome is None:
+            self._started(pending)
             return
         if pending.errors is None:
             pending.take()  # or call and record would hold each other
@@ -423,13 +460,19 @@ class Calls:
             pending.take()
             outcome.settle(None, pending.combined())
 
+    def _started(self, pending: Pending) -> None:
+        """A call that was asked to be held has ended."""
+        if pending.verdict is not None:
+            tell, pending.verdict = pending.verdict, None
+            tell(False)
+
     def _grace_over(self, pending: Pending) -> None:
         """The others have not answered: they may sit in a collective that nobody joins (E-3)."""
         outcome = pending.take()
         error = pending.combined()
         silent = ", ".join(str(rank) for rank in pending.silent)
         error.add_note(
-            f"rank {silent} had not answered {self._error_grace} s after the first failure"
+            f"rank {silent} had not answered {self.error_grace} s after the first failure"
         )
         self._overdue(pending, outcome, error)
 
