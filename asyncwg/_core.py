@@ -21,6 +21,7 @@ from asyncwg._generation import Generation
 from asyncwg._job import CallOptions, Job, Quick, Target, nearest
 from asyncwg._restart import RestartPolicy, Supervisor
 from asyncwg._sender import Sender
+from asyncwg._stream import Feed, Stream
 from asyncwg._wire.frames import NO_METHOD
 from asyncwg.call import Call
 from asyncwg.decorator import (
@@ -156,8 +157,17 @@ class Core:
         self.running()
 
     def submit(self, job: Job) -> Call[Any]:
-        """Send a call. For proxies."""
-        return self.sender_for_call().submit(job)
+        """Send a call. For proxies.
+
+        The call of a generator method comes as a `Stream` instead.
+        """
+        sender = self.sender_for_call()
+        if not job.method.is_stream:
+            return sender.submit(job)
+        feed = Feed()
+        call = sender.submit(job._replace(feed=feed))
+        stream: Any = Stream(call, feed, job.method.label)
+        return stream  # type: ignore[no-any-return]
 
     def sender_for_call(self) -> Sender:
         """Return the way to the ranks for one more call, or say why there is none; see `running`."""

@@ -19,10 +19,11 @@ from asyncwg._driver.calls import Calls, Outcome, Pending
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._wire import codec
-from asyncwg._wire.frames import Assembler, Buffer, Kind, pack, unpack
+from asyncwg._wire.frames import NONE, Assembler, Buffer, Kind, pack, unpack
 from asyncwg._wire.sources import inline
 from asyncwg._worker import context
-from asyncwg._worker.context import Place
+from asyncwg._worker.context import CurrentCall, Place
+from asyncwg._worker.credits import LoopCredits
 from asyncwg._worker.service import Request, Service
 from asyncwg.errors import GroupClosedError, WorkerStartError
 
@@ -66,6 +67,8 @@ class InlineRank:
         self._place = place
         self._service: Service | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._calls: dict[int, CurrentCall] = {}
+        """Of generators that run."""
         lane = _Lane(self._serve)
         self.lanes = (lane, lane)
         self.control = _Lane(self._take_control)
@@ -124,7 +127,12 @@ class InlineRank:
         except BaseException as error:  # noqa: BLE001  # a user's unpickling: its error is the answer
             self._reply(service.failure(call_id, error))
             return
-        if inspect.iscoroutinefunction(request.function):
+        if request.is_stream:
+            request.call.credits = LoopCredits(self._gang.loop)
+            self._calls[call_id] = request.call
+            task = self._gang.loop.create_task(self._run_stream(service, request))
+            self._tasks[call_id] = task
+        elif inspect.iscoroutinefunction(request.function):
             task = self._gang.loop.create_task(self._run_async(service, request))
             self._tasks[call_id] = task
         else:
@@ -153,6 +161,43 @@ class InlineRank:
             self._tasks.pop(request.call.id, None)
         self._answer(service, request, value)
 
+    async def _run_stream(self, service: Service, request: Request) -> None:
+        context.running.set(request.call)
+        try:
+            await self._give(service, request)
+        except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
+            if request.call.cancelled:  # its reader has gone, and closes it so
+                self._reply(pack(Kind.RESULT, request.call.id, flags=NONE))
+            else:
+                self._reply(service.failure(request.call.id, error, skip_frames=2))
+        else:
+            self._tell_meshes(service)
+            self._reply(pack(Kind.RESULT, request.call.id, flags=NONE))
+        finally:
+            self._tasks.pop(request.call.id, None)
+            self._calls.pop(request.call.id, None)
+
+    async def _give(self, service: Service, request: Request) -> None:
+        wants: Any = request.call.credits
+        with self._here():
+            items: Any = request.function(*request.args, **request.kwargs)
+        is_async = hasattr(items, "__anext__")
+        try:
+            while await wants.take():
+                try:
+                    with self._here():
+                        item = await anext(items) if is_async else next(items)
+                except (StopIteration, StopAsyncIteration):
+                    return
+                encoded = service.encoded_item(request.call, item)
+                buffers = inline(encoded.buffers)
+                self._reply(pack(Kind.ITEM, request.call.id, encoded.stream, buffers))
+        finally:
+            if is_async:
+                await items.aclose()
+            else:
+                items.close()
+
     def _answer(self, service: Service, request: Request, value: Any) -> None:
         call = request.call
         try:
@@ -175,9 +220,14 @@ class InlineRank:
     def _take_control(
         self, call_id: int, kind: int, _flags: int, aux: int, _n: int, _body: memoryview
     ) -> None:
+        call = self._calls.get(call_id)
         if kind == Kind.HOLD:
             self._reply(pack(Kind.STARTED, call_id, aux=aux))
+        elif kind == Kind.PULL and call is not None and call.credits is not None:
+            call.credits.add()
         elif kind == Kind.CANCEL and call_id in self._tasks:
+            if call is not None:
+                call.cancel()
             self._tasks[call_id].cancel()
 
 
@@ -291,6 +341,8 @@ class InlineGang:
     ) -> None:
         if kind == Kind.RESULT:
             self.calls.result(rank, call_id, flags, n, body)
+        elif kind == Kind.ITEM:
+            self.calls.item(rank, call_id, flags, n, body)
         elif kind == Kind.ERROR:
             self.calls.error(rank, call_id, codec.decode(*unpack(body, n)))
         elif kind == Kind.STARTED:

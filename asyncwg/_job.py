@@ -67,6 +67,8 @@ class Job(NamedTuple):
     kwargs: dict[str, Any]
     options: CallOptions
     kind: int = _CALL
+    feed: Any = None
+    """Of a generator method: takes its items."""
 
     @property
     def is_plain(self) -> bool:
@@ -94,6 +96,7 @@ def quick_of(job: Job) -> Quick | None:
         job.mode not in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
         or method.options.execute is not Execute.ALL
         or method.options.idempotent
+        or method.is_stream
         or not job.is_plain
         or options.hang_after is not None
     ):

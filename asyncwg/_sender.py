@@ -13,6 +13,7 @@ Everything that can be wrong with a call is found before ``Calls.send``: no rank
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,14 @@ from asyncwg._driver.rank import ASYNC, COMPUTE
 from asyncwg._job import Job, Quick, Target, expire_later, inherited
 from asyncwg._waiting import Place, Waiting
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, Buffer, Kind, pack
+from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, STREAM, Buffer, Kind, pack
 from asyncwg._wire.handle import Handle
 from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
 from asyncwg._worker import context
 from asyncwg.call import Call
 from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode
-from asyncwg.errors import GroupClosedError, ResourceError
+from asyncwg.errors import GroupClosedError, ResourceError, UsageError
 
 _CALL: Final = int(Kind.CALL)
 # Looked up on every call, where an attribute of a class costs more than a name of the module.
@@ -100,6 +101,10 @@ def _plan_with_handles(job: Job, layout: dispatch.Layout) -> dispatch.Plan:
     return plan._replace(payloads=payloads)
 
 
+def _nothing(_results: list[Any]) -> None:
+    """Make nothing of the answers of generators: their items were the results."""
+
+
 class Sender:
     """From jobs to frames, in order. One per generation; owns the queues of calls that wait.
 
@@ -129,6 +134,8 @@ class Sender:
         self._repeater = repeater
         self._has_async = has_async
         self._waiting: tuple[list[Waiting], list[Waiting]] = ([], [])
+        self._streams: dict[Any, Target] = {}
+        """By their feeds, the ranks whose compute lane a generator holds, or will."""
         self._layouts: dict[Target, dispatch.Layout] = {}
 
     def submit(self, job: Job) -> Call[Any]:
@@ -138,14 +145,19 @@ class Sender:
             DispatchError: its arguments can't be given out.
             TypeError: one can't be pickled.
         """
-        target, method, mode, _, args, kwargs, _, kind = job
+        target, method, mode, _, args, kwargs, _, kind, _ = job
         if context.running.get() is not None:
             job = inherited(job)
         if kind == _CALL and (method.options.execute is not _ALL or mode is _RANK_ZERO):
             job = self._narrow(job)
             target = job.target
         lane = self.lane_of(method)
+        if self._streams and lane == COMPUTE:
+            self._refuse_inside_a_stream(job)
         call: Call[Any] = Call(self._loop, method.label)
+        if job.feed is not None and lane == COMPUTE:
+            self._streams[job.feed] = target
+            call.add_done_callback(lambda _call: self._streams.pop(job.feed, None))
         queue = self._waiting[lane]
         if queue and self._blocked(queue, target):
             self._defer(job, lane, call)
@@ -163,7 +175,7 @@ class Sender:
     def submit_quick(self, quick: Quick) -> Call[Any]:
         """Send a call without arguments: what `submit` does for it, without a look at anything."""
         job, label, ranks, single, lane, number, collect, on_error = quick
-        if self._waiting[lane] or context.running.get() is not None:
+        if self._waiting[lane] or self._streams or context.running.get() is not None:
             return self.submit(job)
         call: Call[Any] = Call(self._loop, label)
         calls = self._calls
@@ -238,19 +250,20 @@ class Sender:
         return layout._replace(group=_surface_of(group, target.ranks))
 
     def _send(self, job: Job, lane: int, call: Call[Any]) -> None:
-        target, method, mode, number, args, kwargs, options, kind = job
+        target, method, mode, number, args, kwargs, options, kind, _ = job
         layout = self._layout(target, mode)
         if method.options.materialize_futures:
             plan = dispatch.plan(method, mode, args, kwargs, layout, options.uneven)
         else:
             plan = _plan_with_handles(job, layout)
         outcome: Outcome = call
-        if method.options.idempotent:
+        if method.options.idempotent and job.feed is None:
             outcome = _Repeatable(self._repeater, job, call)
         if plan.index is None and plan.payloads[0] == _NOTHING and job.is_plain:
             # The shortest way: nothing to encode.
             call_id = self._calls.next_id()
-            frames: list[list[Buffer]] = [[HEADER.pack(0, call_id, kind, NONE, number, 0)]]
+            flags = NONE | STREAM if job.feed is not None else NONE
+            frames: list[list[Buffer]] = [[HEADER.pack(0, call_id, kind, flags, number, 0)]]
             pending = self._calls.send(
                 call_id,
                 method.label,
@@ -264,14 +277,33 @@ class Sender:
         else:
             loads = [self.encode(job, payload) for payload in plan.payloads]
             pending = self.hand_out(job, lane, outcome, loads, plan.index)
-        joined = plan.joined
-        if joined is not None:
-            pending.joins = joined
-        call.attach(pending, plan.collect, self._calls)
+        if job.feed is not None:
+            self._feed(job, pending)
+            call.attach(pending, _nothing, self._calls)
+        else:
+            joined = plan.joined
+            if joined is not None:
+                pending.joins = joined
+            call.attach(pending, plan.collect, self._calls)
         if options.timeout is not None:
             pending.expire = expire_later(self._loop, job, call)
         if options.hang_after is not None:
             self.report_later(pending, options.hang_after, call)
+
+    def _feed(self, job: Job, pending: Pending) -> None:
+        pending.feed = job.feed
+        pending.hung = True  # it lasts as long as its reader takes
+        job.feed.pull = functools.partial(self._calls.pull, pending)
+
+    def _refuse_inside_a_stream(self, job: Job) -> None:
+        task = asyncio.current_task()
+        for feed, target in self._streams.items():
+            if feed.reader is task and not set(target.ranks).isdisjoint(job.target.ranks):
+                raise UsageError(
+                    f"{job.method.label} would wait for the 'async for' loop that it is called in: its ranks "
+                    "run a def generator until the loop is left. Leave the loop first, or make the generator "
+                    "'async def'"
+                )
 
     def hand_out(
         self,
@@ -349,7 +381,8 @@ class Sender:
         except Exception as error:
             raise self._unsendable(job, args, kwargs, error) from error
         large = shipment(encoded) if self._gang.has_arena else None
-        return Load(kind, EXTRAS if extras else 0, number, encoded, large)
+        flags = (EXTRAS if extras else 0) | (STREAM if job.feed is not None else 0)
+        return Load(kind, flags, number, encoded, large)
 
     def _unsendable(
         self, job: Job, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception

@@ -61,7 +61,7 @@ class Proxy:
         return signature.replace(parameters=parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Call[Any]:
-        """Send the call to its ranks, now.
+        """Send the call to its ranks, now. A generator method gives a `Stream`.
 
         Raises:
             TypeError: the arguments don't fit the method, or one can't be pickled.
@@ -94,8 +94,6 @@ class Proxy:
         return Proxy(self._core, *self._fixed, changed)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._method.kind in ("generator", "async generator"):
-            raise UsageError(f"{self._method.label} is a generator: streams are not supported yet")
         if isinstance(self._mode, CustomMode):
             return  # its dispatch function may turn them into anything
         try:

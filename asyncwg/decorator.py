@@ -291,6 +291,11 @@ class Method(NamedTuple):
         """Whether it runs on the worker's event loop."""
         return self.kind in ("async def", "async generator")
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether it gives items one by one."""
+        return self.kind in ("generator", "async generator")
+
 
 def kind_of(function: Callable[..., Any]) -> Kind:
     """Tell which of the four kinds of method ``function`` is, through wrappers and partials."""
@@ -388,10 +393,16 @@ def register(
             raise UsageError(
                 f"@register goes on a plain method, below @staticmethod or @property: {function!r}"
             )
-        if max_concurrency is not None and not inspect.iscoroutinefunction(function):
+        kind = kind_of(function)
+        if max_concurrency is not None and kind not in ("async def", "async generator"):
             raise UsageError(
                 f"max_concurrency is for async def methods; {function.__qualname__} is not one: "
                 "def methods always run one at a time"
+            )
+        if idempotent and kind in ("generator", "async generator"):
+            raise UsageError(
+                f"{function.__qualname__} is a generator and can't be idempotent: after a restart its "
+                "reader would get items twice"
             )
         setattr(function, REGISTERED, options)
         return function

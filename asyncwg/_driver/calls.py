@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from asyncwg._driver.arena import Block
 from asyncwg._driver.rank import Rank
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import ARENA, NONE, Buffer, Kind, pack, unpack
+from asyncwg._wire.frames import ARENA, ITEMS, NONE, Buffer, Kind, pack, unpack
 from asyncwg.errors import WorkerError, WorkerGroupError
 
 _HOLD: Final = int(Kind.HOLD)
@@ -29,6 +29,18 @@ class Outcome(Protocol):
 
     def settle(self, results: list[Any] | None, error: Exception | None) -> None:
         """Take ``(results by position, None)`` or ``(None, error)``."""
+        ...
+
+
+class Feed(Protocol):
+    """Who reads the items of generators."""
+
+    def put(self, rank: int, item: Any, /) -> None:
+        """Take an item of a rank."""
+        ...
+
+    def count(self, rank: int, /) -> int:
+        """Return how many items of a rank have come."""
         ...
 
 
@@ -64,6 +76,10 @@ class Pending:
     """Ends the call because its deadline has passed."""
     cleanup: Callable[[], None] | None = None
     """Called when the call is over."""
+    feed: Feed | None = None
+    """Of a generator method: takes its items."""
+    begun: int = 0
+    """How many items some rank has begun, as far as is known."""
     verdict: Callable[[bool], None] | None = None
     """Of a share of a call of several groups: takes whether no rank has started it, instead of `Calls`."""
 
@@ -230,10 +246,12 @@ class Calls:
         if pending is None or pending.outcome is None or rank in pending.results:
             if flags & ARENA:
                 self._unpack(rank, flags, body, n_buffers, False)
-            if pending is None or rank in pending.results:
+            if pending is None or not pending.owes(rank):
                 return
             pending.results[rank] = None
         elif flags & NONE:
+            if pending.feed is not None and not pending.owes(rank):
+                return  # an item of its could not be read, and was its answer
             pending.results[rank] = None
         else:
             try:
@@ -254,6 +272,35 @@ class Calls:
             self._complete(pending)
         if self._watchers:
             self._wake()
+
+    def item(self, rank: int, call_id: int, flags: int, n_buffers: int, body: memoryview) -> None:
+        """Take a rank's ITEM."""
+        pending = self._pending.get(call_id)
+        if pending is None or pending.outcome is None or pending.feed is None:
+            if flags & ARENA:
+                self._unpack(rank, flags, body, n_buffers, False)
+            return
+        try:
+            item: Any = None
+            if not flags & NONE:
+                item = codec.decode(
+                    *(
+                        self._unpack(rank, flags, body, n_buffers, True)
+                        if flags & ARENA
+                        else unpack(body, n_buffers)
+                    )
+                )
+        except BaseException as error:  # noqa: BLE001  # a user's unpickling
+            self._ranks[rank].control.send(pack(Kind.CANCEL, call_id, aux=pending.lane))
+            if pending.owes(rank):
+                self._failed(pending, rank, _unreadable(pending, rank, error))
+            return
+        pending.feed.put(rank, item)
+
+    def pull(self, pending: Pending, rank: int) -> None:
+        """An item of a rank was read: it may make one more."""
+        if pending.owes(rank):
+            self._ranks[rank].control.send(pack(Kind.PULL, pending.call_id, aux=pending.lane))
 
     def answered(self, rank: int, call_id: int) -> None:
         """Take an answer that is no result: the rank is ready."""
@@ -374,17 +421,22 @@ class Calls:
         silent = pending.silent
         # A rank that has answered has started it.
         pending.votes = {rank: False for rank in pending.ranks if rank not in silent}
+        if pending.feed is not None:
+            # One that has ended had begun one more: what told it that there is none.
+            begun = (pending.feed.count(rank) + 1 for rank in pending.votes)
+            pending.begun = max(begun, default=0)
         for rank in silent:
             self._ranks[rank].control.send(pack(_HOLD, pending.call_id, aux=pending.lane))
 
-    def vote(self, rank: int, call_id: int, lane: int, *, held: bool) -> None:
-        """Take a rank's HELD or STARTED."""
+    def vote(self, rank: int, call_id: int, lane: int, *, held: bool, begun: int = 0) -> None:
+        """Take a rank's HELD or STARTED; with how many items it has begun, as a generator."""
         pending = self._pending.get(call_id)
         if pending is None or pending.votes is None:
             # It has ended otherwise meanwhile; a rank that holds it must not wait for ever.
             self._ranks[rank].control.send(pack(Kind.RESUME, call_id, aux=lane))
             return
         pending.votes[rank] = held
+        pending.begun = max(pending.begun, begun)
         if len(pending.votes) < len(pending.ranks):
             return
         held_by_all = all(pending.votes.values())
@@ -406,9 +458,10 @@ class Calls:
             return
         for each in pending.silent:
             control = self._ranks[each].control
+            # First this: a generator that starts must know by then where it ends.
+            control.send(pack(Kind.CANCEL, call_id, ITEMS.pack(pending.begun), aux=lane))
             if pending.votes.get(each):
                 control.send(pack(Kind.RESUME, call_id, aux=lane))
-            control.send(pack(Kind.CANCEL, call_id, aux=lane))
 
     def abandon_share(self, pending: Pending, verdict: Callable[[bool], None]) -> None:
         """Nobody waits for a call of several groups any more, of which this is one group's share.
@@ -439,6 +492,10 @@ class Calls:
         self.load[rank] -= 1
         if pending.watch is not None:
             pending.watch()
+        if pending.feed is not None and len(pending.errors) == 1:
+            # The others' generators wait for a reader that gets this error, and no more of theirs.
+            for each in pending.silent:
+                self._ranks[each].control.send(pack(Kind.CANCEL, pending.call_id, aux=pending.lane))
         if not pending.left:
             self._complete(pending)
         elif len(pending.errors) == 1 and pending.outcome is not None:

@@ -34,7 +34,7 @@ from asyncwg._driver.rank import COMPUTE, Rank, RankState
 from asyncwg._driver.transfers import Transfers
 from asyncwg._driver.watch import Watch
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import Buffer, Kind, pack, unpack
+from asyncwg._wire.frames import ITEMS, Buffer, Kind, pack, unpack
 from asyncwg.errors import (
     CallTimeoutError,
     GroupBrokenError,
@@ -229,12 +229,15 @@ class Gang:
         if kind == _RESULT:
             self.calls.result(rank, call_id, flags, n_buffers, body)
         else:
-            self._receive_rare(rank, call_id, kind, aux, n_buffers, body)
+            self._receive_rare(rank, call_id, kind, flags, aux, n_buffers, body)
 
     def _receive_rare(
-        self, rank: int, call_id: int, kind: int, aux: int, n_buffers: int, body: memoryview
-    ) -> None:
-        if kind == Kind.ERROR:
+        self, rank: int, call_id: int, kind: int, flags: int, aux: int, n_buffers: int,
+        body: memoryview,
+    ) -> None:  # fmt: skip
+        if kind == Kind.ITEM:
+            self.calls.item(rank, call_id, flags, n_buffers, body)
+        elif kind == Kind.ERROR:
             failure: failures.Failure = codec.decode(*unpack(body, n_buffers))
             self._error(rank, call_id, failure)
         elif kind == Kind.READY:
@@ -249,7 +252,8 @@ class Gang:
         elif kind == Kind.STOPPED:
             self._stopped(rank)
         elif kind in (Kind.HELD, Kind.STARTED):
-            self.calls.vote(rank, call_id, aux, held=kind == Kind.HELD)
+            begun = ITEMS.unpack(body)[0] if body else 0
+            self.calls.vote(rank, call_id, aux, held=kind == Kind.HELD, begun=begun)
         elif kind == Kind.EXPIRED:
             self.calls.expired(rank, call_id)
         elif kind == Kind.PONG:

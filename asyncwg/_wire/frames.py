@@ -78,6 +78,10 @@ class Kind(enum.IntEnum):
     """Driver, on the control lane: make these blocks your own and let go of them."""
     EXPIRED = 23
     """Worker: the deadline of the call has passed, and its body was cancelled."""
+    ITEM = 24
+    """Worker: what a generator has yielded; RESULT or ERROR follows when it ends."""
+    PULL = 25
+    """Driver, on the control lane: an item of this call was taken; one more may come."""
 
 
 KINDS: Final = frozenset(int(kind) for kind in Kind)
@@ -89,6 +93,14 @@ EXTRAS: Final = 2
 
 ARENA: Final = 4
 """Flag of a CALL, RUN or RESULT: its buffers stand in the arena."""
+
+STREAM: Final = 8
+"""Flag of a CALL or RUN: the method is a generator, and what it yields is sent as ITEMs."""
+ITEMS: Final = struct.Struct("<Q")
+"""Body of STARTED: how many items of a generator have been begun. Of CANCEL: at which one it is to end."""
+STREAM_WINDOW: Final = 2
+"""Items of a generator that may be on their way, or wait for their reader, per rank: one is read while
+the next one is made."""
 
 Deliver = Callable[[int, int, int, int, int, memoryview], None]
 """Takes ``(call_id, kind, flags, aux, n_buffers, body)``. The body is valid until it returns,

@@ -110,7 +110,12 @@ class Blocks:
                 self._let_go(offset, 1)
 
     def place(
-        self, call_id: int, shipment: Shipment, versions: Sequence[int | None], grant: Grant
+        self,
+        call_id: int,
+        shipment: Shipment,
+        versions: Sequence[int | None],
+        grant: Grant,
+        kind: int = Kind.RESULT,
     ) -> list[Buffer]:
         """Write a result where it was granted, and return its frame.
 
@@ -119,6 +124,7 @@ class Blocks:
             shipment: the result.
             versions: of its buffers when it was returned (O-7).
             grant: from the controller.
+            kind: of the frame: a RESULT or an ITEM.
 
         Raises:
             ResourceError: there was no room.
@@ -127,7 +133,7 @@ class Blocks:
         if grant.placed is None:
             if grant.why:
                 raise ResourceError(grant.why)
-            return pack(Kind.RESULT, call_id, flags=NONE)
+            return pack(kind, call_id, flags=NONE)
         blocks, buffers = grant.placed
         try:
             for (size, number, place), source in zip(buffers, shipment.sources, strict=True):
@@ -137,7 +143,7 @@ class Blocks:
         except BaseException:
             self.give_back(grant)
             raise
-        return pack_placed(Kind.RESULT, call_id, shipment.stream, grant.placed)
+        return pack_placed(kind, call_id, shipment.stream, grant.placed)
 
     def own(self, offsets: Sequence[int]) -> None:
         """Make blocks this process's own, because the controller is short of room."""

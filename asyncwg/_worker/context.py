@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from asyncwg.errors import UsageError
 
@@ -21,6 +22,22 @@ class Place:
     local_world_size: int
 
 
+class Credits(Protocol):
+    """How many more items of a generator its reader wants. Any thread may call it."""
+
+    def add(self) -> None:
+        """One more is wanted."""
+        ...
+
+    def freeze(self) -> int:
+        """Begin no further item until `stop_at`; return how many have been begun."""
+        ...
+
+    def stop_at(self, items: int) -> None:
+        """The reader has gone: end when so many items have been begun."""
+        ...
+
+
 class CurrentCall:
     """The call that the running method serves; get it with `asyncwg.current_call`.
 
@@ -30,7 +47,7 @@ class CurrentCall:
         rows: real rows in this rank's shard, without padding; None when nothing was split.
     """
 
-    __slots__ = ("_cancelled", "_deadline", "id", "method", "rows")
+    __slots__ = ("_cancelled", "_deadline", "credits", "id", "method", "rows")
 
     def __init__(
         self, call_id: int, method: str, rows: int | None = None, timeout: float | None = None
@@ -40,6 +57,8 @@ class CurrentCall:
         self.rows = rows
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._cancelled = False
+        self.credits: Credits | None = None
+        """Of a generator: how many more items are wanted."""
 
     @property
     def cancelled(self) -> bool:
@@ -53,9 +72,11 @@ class CurrentCall:
             return None
         return max(0.0, self._deadline - time.monotonic())
 
-    def cancel(self) -> None:
-        """Take note that the caller has gone."""
+    def cancel(self, items: int = 0) -> None:
+        """Take note that the caller has gone; a ``def`` generator ends at its item of that number."""
         self._cancelled = True
+        if self.credits is not None:
+            self.credits.stop_at(items)
 
     def __repr__(self) -> str:
         return f"<CurrentCall {self.id} {self.method} rows={self.rows} cancelled={self._cancelled}>"

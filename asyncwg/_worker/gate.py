@@ -23,8 +23,9 @@ class Gate:
         self._last = 0
         self._held: set[int] = set()
         self._dropped: set[int] = set()
-        self._cancelled: set[int] = set()
-        """Calls that have not started, and whose caller has gone all the same: another rank has."""
+        self._cancelled: dict[int, int] = {}
+        """Calls that have not started, and whose caller has gone all the same: another rank has. With the
+        number of items at which a generator ends."""
         self._running: dict[int, CurrentCall] = {}
 
     def enter(self, call: CurrentCall) -> bool:
@@ -47,8 +48,7 @@ class Gate:
             self._dropped.discard(call.id)
             return False
         if self._cancelled and call.id in self._cancelled:
-            self._cancelled.discard(call.id)
-            call.cancel()
+            call.cancel(self._cancelled.pop(call.id))
         self._running[call.id] = call
         return True
 
@@ -57,13 +57,18 @@ class Gate:
         # Of the methods of a dict, each is one step: the control lane sees the call or does not.
         self._running.pop(call.id, None)
 
-    def hold(self, call_id: int) -> bool:
-        """Keep a call from starting. Returns False if it has started, or ended, already."""
+    def hold(self, call_id: int) -> int | None:
+        """Keep a call from starting.
+
+        Returns:
+            None; if it has started, or ended, already, how many items it has begun as a generator.
+        """
         with self._changed:
-            if call_id <= self._last:
-                return False
-            self._held.add(call_id)
-            return True
+            if call_id > self._last:
+                self._held.add(call_id)
+                return None
+            call = self._running.get(call_id)
+            return 0 if call is None or call.credits is None else call.credits.freeze()
 
     def drop(self, call_id: int) -> None:
         """Never start a call that is held."""
@@ -83,12 +88,27 @@ class Gate:
         if self._wake is not None:
             self._wake()
 
-    def cancel(self, call_id: int) -> CurrentCall | None:
-        """Tell a call that its caller has gone, now or when it starts; return it if it runs."""
+    def pull(self, call_id: int) -> None:
+        """A reader wants one more item of a generator."""
+        call = self._running.get(call_id)
+        if call is not None and call.credits is not None:
+            call.credits.add()
+
+    def cancel_all(self) -> None:
+        """Tell every call that runs that its caller has gone: the worker is about to end."""
+        with self._changed:
+            for call in list(self._running.values()):
+                call.cancel()
+
+    def cancel(self, call_id: int, items: int = 0) -> CurrentCall | None:
+        """Tell a call that its caller has gone, now or when it starts; return it if it runs.
+
+        A ``def`` generator ends at its item number ``items``.
+        """
         with self._changed:
             call = self._running.get(call_id)
             if call is not None:
-                call.cancel()
+                call.cancel(items)
             elif call_id > self._last:
-                self._cancelled.add(call_id)
+                self._cancelled[call_id] = items
             return call

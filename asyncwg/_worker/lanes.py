@@ -18,17 +18,18 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final
 
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._transport.blocking import BlockingChannel
-from asyncwg._wire.frames import NONE, Buffer, Kind, pack
+from asyncwg._wire.frames import ITEMS, NONE, Buffer, Kind, pack
 from asyncwg._wire.shipment import Shipment
 from asyncwg._wire.sources import version_of
 from asyncwg._worker import context
 from asyncwg._worker.blocks import Blocks, Grant
 from asyncwg._worker.context import CurrentCall
+from asyncwg._worker.credits import LoopCredits, ThreadCredits
 from asyncwg._worker.gate import Gate
 from asyncwg._worker.service import Request, Service
 
@@ -102,20 +103,26 @@ class ComputeLane:
         service = self._service
         assert service is not None
         try:
-            call, function, args, kwargs = service.request(
+            call, function, args, kwargs, is_stream = service.request(
                 call_id, kind, flags, aux, n_buffers, body
             )
         except BaseException as error:  # noqa: BLE001  # a user's unpickling: its error is the answer
             return service.failure(call_id, error)
+        if is_stream:
+            call.credits = ThreadCredits()
         if not self.gate.enter(call):
             return None
         token = context.running.set(call)
         try:
             value = function(*args, **kwargs)
-            if value is not None and inspect.iscoroutine(value):
+            if is_stream:
+                del args, kwargs  # the generator has them, and may let them go
+                self._give(service, call, value)
+                value = None
+            elif value is not None and inspect.iscoroutine(value):
                 value = asyncio.run(value)
         except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
-            return service.failure(call_id, error, skip_frames=1)
+            return service.failure(call_id, error, skip_frames=2 if is_stream else 1)
         finally:
             context.running.reset(token)
             self.gate.leave(call)
@@ -128,16 +135,46 @@ class ComputeLane:
             self.channel.send(meshes)
         return self._place(service, call_id, reply) if isinstance(reply, Shipment) else reply
 
+    def _give(self, service: Service, call: CurrentCall, items: Iterator[Any]) -> None:
+        """Send what a generator yields, as fast as it is read."""
+        wants, blocks = call.credits, service.blocks
+        assert isinstance(wants, ThreadCredits)
+        try:
+            while True:
+                blocks.answering = None  # nothing is sent while this waits
+                wanted = wants.take()
+                blocks.answering = self._thread
+                if wanted is None:
+                    return
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                if not wanted:
+                    continue
+                reply = service.item(call, item)
+                if isinstance(reply, Shipment):
+                    reply = self._placed(service, call.id, reply, Kind.ITEM)
+                del item
+                self.channel.send([*(blocks.let_go() or ()), *reply])
+        finally:
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+
     def _place(self, service: Service, call_id: int, large: Shipment) -> list[Buffer]:
-        """Wait for a place for a large result and write it there, before anything can change it."""
+        try:
+            return self._placed(service, call_id, large, Kind.RESULT)
+        except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
+            return service.failure(call_id, error)
+
+    def _placed(self, service: Service, call_id: int, large: Shipment, kind: Kind) -> list[Buffer]:
+        """Wait for a place for a large value and write it there, before anything can change it."""
         answer: queue.SimpleQueue[Grant] = queue.SimpleQueue()
         # An ``async def`` method may run meanwhile, and write to what both know.
         versions = [version_of(source) for source in large.sources]
         self.channel.send(service.blocks.offer(call_id, large, answer.put, 0))
-        try:
-            return service.blocks.place(call_id, large, versions, answer.get())
-        except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
-            return service.failure(call_id, error)
+        return service.blocks.place(call_id, large, versions, answer.get(), kind)
 
 
 class AsyncLane:
@@ -195,6 +232,8 @@ class AsyncLane:
             self._parked.append(request)
 
     def _start(self, request: Request) -> bool:
+        if request.is_stream and request.call.credits is None:
+            request.call.credits = LoopCredits(self._loop)
         entered = self.gate.try_enter(request.call)
         if entered:
             task = self._loop.create_task(self._serve(request))
@@ -228,14 +267,14 @@ class AsyncLane:
                 raise asyncio.CancelledError
             limit = self._limits.get(call.method.rpartition(".")[2])
             if limit is None:
-                value = await self._bounded(request)
+                value = await self._bounded(service, request)
             else:
                 async with limit:
-                    value = await self._bounded(request)
+                    value = await self._bounded(service, request)
         except _ExpiredError:
             return pack(Kind.EXPIRED, call.id)
         except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
-            return service.failure(call.id, error, skip_frames=2)
+            return service.failure(call.id, error, skip_frames=3 if request.is_stream else 2)
         try:
             reply = service.result(call.id, value)
         except BaseException as error:  # noqa: BLE001  # border: a user's reducers run here
@@ -243,10 +282,42 @@ class AsyncLane:
         meshes = service.meshes()
         if meshes is not None:
             self._send(meshes)
-        return await self._place(service, call.id, reply) if isinstance(reply, Shipment) else reply
+        if not isinstance(reply, Shipment):
+            return reply
+        try:
+            return await self._placed(service, call.id, reply, Kind.RESULT)
+        except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
+            return service.failure(call.id, error)
 
-    async def _place(self, service: Service, call_id: int, large: Shipment) -> list[Buffer]:
-        """Wait for a place for a large result and write it there."""
+    async def _give(self, service: Service, request: Request) -> None:
+        """Send what a generator yields, as fast as it is read."""
+        call = request.call
+        wants = call.credits
+        assert isinstance(wants, LoopCredits)
+        items = request.function(*request.args, **request.kwargs)
+        try:
+            while await wants.take():
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                reply = service.item(call, item)
+                if isinstance(reply, Shipment):
+                    reply = await self._placed(service, call.id, reply, Kind.ITEM)
+                del item
+                self._send(reply)
+        except asyncio.CancelledError:
+            if not call.cancelled:
+                raise
+        finally:
+            close = getattr(items, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _placed(
+        self, service: Service, call_id: int, large: Shipment, kind: Kind
+    ) -> list[Buffer]:
+        """Wait for a place for a large value and write it there."""
         granted: asyncio.Future[Grant] = self._loop.create_future()
 
         def take(grant: Grant) -> None:
@@ -267,25 +338,30 @@ class AsyncLane:
         except asyncio.CancelledError:
             if not granted.cancelled():  # it came in the same turn of the loop
                 service.blocks.give_back(granted.result())
+            if kind != Kind.RESULT:
+                raise
             # The caller has gone, but the controller still counts the answer.
-            return pack(Kind.RESULT, call_id, flags=NONE)
-        try:
-            return service.blocks.place(call_id, steady, versions, grant)
-        except Exception as error:  # noqa: BLE001  # no room, or the tensors can't be read
-            return service.failure(call_id, error)
+            return pack(kind, call_id, flags=NONE)
+        return service.blocks.place(call_id, steady, versions, grant, kind)
 
-    async def _bounded(self, request: Request) -> Any:
+    async def _bounded(self, service: Service, request: Request) -> Any:
         remaining = request.call.remaining
         if remaining is None:
-            return await request.function(*request.args, **request.kwargs)
+            return await self._body(service, request)
         limit = asyncio.timeout(remaining)
         try:
             async with limit:
-                return await request.function(*request.args, **request.kwargs)
+                return await self._body(service, request)
         except TimeoutError as error:
             if limit.expired():
                 raise _ExpiredError from error
             raise
+
+    def _body(self, service: Service, request: Request) -> Coroutine[Any, Any, Any]:
+        if request.is_stream:
+            return self._give(service, request)
+        body: Coroutine[Any, Any, Any] = request.function(*request.args, **request.kwargs)
+        return body
 
     def _send(self, pieces: list[Buffer]) -> None:
         assert self._channel is not None
@@ -347,16 +423,22 @@ class ControlLane:
     ) -> None:
         gate = self._gate(aux)
         if kind == Kind.HOLD:
-            held = gate.hold(call_id)
-            self._channel.send(pack(Kind.HELD if held else Kind.STARTED, call_id, aux=aux))
+            begun = gate.hold(call_id)
+            if begun is None:
+                self._channel.send(pack(Kind.HELD, call_id, aux=aux))
+            else:
+                self._channel.send(pack(Kind.STARTED, call_id, ITEMS.pack(begun), aux=aux))
         elif kind == Kind.DROP:
             gate.drop(call_id)
         elif kind == Kind.RESUME:
             gate.resume(call_id)
         elif kind == Kind.CANCEL:
-            call: CurrentCall | None = gate.cancel(call_id)
+            items = ITEMS.unpack(body)[0] if body else 0
+            call: CurrentCall | None = gate.cancel(call_id, items)
             if call is not None and aux and self._async is not None:
                 self._async.cancel(call_id)
+        elif kind == Kind.PULL:
+            gate.pull(call_id)
         elif kind == Kind.GRANT:
             self._blocks.granted(call_id, flags, n_buffers, body)
         elif kind == Kind.OWN:
@@ -366,6 +448,7 @@ class ControlLane:
             self._channel.send(pack(Kind.PONG, call_id))
         elif kind == Kind.STOP:
             self._compute.stopping = True
+            self._compute.gate.cancel_all()  # or a generator would wait for a reader that has gone
         elif kind == Kind.EXIT:
             self.exit_asked.set()
 

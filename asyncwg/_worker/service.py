@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncwg._wire import codec, failures, staging
-from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, Buffer, Kind, pack
+from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, STREAM, Buffer, Kind, pack
 from asyncwg._wire.shipment import Shipment, shipment
 from asyncwg._wire.sources import inline
 from asyncwg._worker.blocks import Blocks
@@ -25,6 +25,8 @@ class Request(NamedTuple):
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
+    is_stream: bool = False
+    """Whether the function is a generator whose items are wanted one by one."""
 
 
 class Service:
@@ -52,7 +54,8 @@ class Service:
         """
         if flags & NONE and aux != NO_METHOD:
             call = CurrentCall(call_id, self._labels[aux])
-            return Request(call, getattr(self.worker, self._names[aux]), (), {})
+            function = getattr(self.worker, self._names[aux])
+            return Request(call, function, (), {}, flags & STREAM != 0)
         extras: dict[str, Any] = {}
         args: Sequence[Any] = ()
         kwargs: dict[str, Any] = {}
@@ -89,7 +92,7 @@ class Service:
             call = CurrentCall(call_id, label, extras.get("rows"), extras.get("timeout"))
         else:
             call = CurrentCall(call_id, label)
-        return Request(call, function, args, kwargs)
+        return Request(call, function, args, kwargs, flags & STREAM != 0)
 
     def _placed(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -115,6 +118,29 @@ class Service:
             return large
         return pack(Kind.RESULT, call_id, encoded.stream, inline(encoded.buffers))
 
+    def item(self, call: CurrentCall, value: Any) -> list[Buffer] | Shipment:
+        """Encode what a generator yielded; see `result`.
+
+        Raises:
+            TypeError: it can't be pickled; the message says which part.
+        """
+        encoded = self.encoded_item(call, value)
+        large = shipment(encoded)
+        if large is not None:
+            return large
+        return pack(Kind.ITEM, call.id, encoded.stream, inline(encoded.buffers))
+
+    def encoded_item(self, call: CurrentCall, value: Any) -> codec.Encoded:
+        """Encode what a generator yielded, as it is.
+
+        Raises:
+            TypeError: it can't be pickled; the message says which part.
+        """
+        try:
+            return codec.encode(value)
+        except Exception as error:
+            raise unsendable("an item", call.method, value, error) from error
+
     def failure(self, call_id: int, error: BaseException, *, skip_frames: int = 0) -> list[Buffer]:
         """Encode what a method raised. Never raises."""
         record = failures.capture(error, skip_frames=skip_frames)
@@ -124,15 +150,7 @@ class Service:
         self, call_id: int, method: str, value: Any, error: BaseException
     ) -> list[Buffer]:
         """Encode that a method's result can't be pickled, and which part of it."""
-        try:
-            culprit = codec.explain_failure(value, "result")
-        except BaseException:  # noqa: BLE001  # looking into a user's value runs the user's code again
-            culprit = "result"
-        told = TypeError(
-            f"the result of {method} can't be pickled: {culprit}: {failures.text_of(error)}"
-        )
-        told.__cause__ = error
-        return self.failure(call_id, told)
+        return self.failure(call_id, unsendable("the result", method, value, error))
 
     def meshes(self) -> list[Buffer] | None:
         """Encode the meshes of the worker when some are new, else None."""
@@ -141,3 +159,15 @@ class Service:
             return None
         self._reported = version
         return pack(Kind.MESHES, 0, codec.encode(self.worker.get_dispatch_collect()).stream)
+
+
+def unsendable(what: str, method: str, value: Any, error: BaseException) -> TypeError:
+    """Return the error that says that a value can't be pickled, and which part of it."""
+    name = what.rpartition(" ")[2]
+    try:
+        culprit = codec.explain_failure(value, name)
+    except BaseException:  # noqa: BLE001  # looking into a user's value runs the user's code again
+        culprit = name
+    told = TypeError(f"{what} of {method} can't be pickled: {culprit}: {failures.text_of(error)}")
+    told.__cause__ = error
+    return told

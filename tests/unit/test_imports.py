@@ -25,6 +25,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_transport",),
     ("_worker", "_driver"),
     ("call", "_share"),
+    ("_stream",),
     ("_job",),
     ("_waiting",),
     ("_sender",),
