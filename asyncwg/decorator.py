@@ -11,8 +11,20 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
+from asyncwg import _predefined
+from asyncwg._markers import PerRank, Replicate, Shard
+from asyncwg._predefined import collect_all_to_all as collect_all_to_all
+from asyncwg._predefined import collect_dp_compute as collect_dp_compute
+from asyncwg._predefined import collect_dp_compute_data_proto as collect_dp_compute_data_proto
+from asyncwg._predefined import dispatch_all_to_all as dispatch_all_to_all
+from asyncwg._predefined import dispatch_dp_compute as dispatch_dp_compute
+from asyncwg._predefined import dispatch_dp_compute_data_proto as dispatch_dp_compute_data_proto
+from asyncwg._predefined import (
+    dispatch_dp_compute_data_proto_with_func as dispatch_dp_compute_data_proto_with_func,
+)
+from asyncwg._predefined import dispatch_one_to_all as dispatch_one_to_all
 from asyncwg.errors import UsageError
 
 __all__ = [
@@ -28,7 +40,6 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 Uneven = Literal["error", "allow", "pad"]
 """What to do with rows that don't divide by the ranks; see `register`."""
@@ -163,6 +174,8 @@ for _name in (
     Dispatch.register(_name)
 for _name in ("ALL", "RANK_ZERO", "ANY"):
     Execute.register(_name)
+_EXECUTE: Final = tuple(Execute)
+"""What `register` takes: a member that is added later has a name and no meaning."""
 
 
 def _restore_member(
@@ -229,31 +242,25 @@ def update_dispatch_mode(
     _functions[dispatch_mode] = (dispatch_fn, collect_fn)
 
 
-class Shard(Generic[T]):
-    """At the call site: split this value by rows, whatever its type says."""
+def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
+    """Return ``dispatch_fn`` and ``collect_fn`` of a mode, to build a mode of your own on.
 
-    __slots__ = ("value",)
+    Not in ``__all__``; here for those who know it from verl, as the functions themselves are
+    (``dispatch_one_to_all``, ``collect_all_to_all``, ``dispatch_dp_compute_data_proto`` and others).
 
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-
-class Replicate(Generic[T]):
-    """At the call site: give this value whole to every rank, though it is a batch."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-
-class PerRank(Generic[T]):
-    """At the call site: item ``i`` for rank ``i``; the length must be the number of ranks."""
-
-    __slots__ = ("values",)
-
-    def __init__(self, values: Iterable[T]) -> None:
-        self.values = list(values)
+    Raises:
+        UsageError: it has none: it is no matter of giving out and collecting.
+    """
+    pair = _functions.get(dispatch_mode) or _predefined.PAIRS.get(
+        getattr(dispatch_mode, "name", "")
+    )
+    if pair is None:
+        have = [member.name for member in Dispatch if member in _functions]
+        raise UsageError(
+            f"{dispatch_mode!r} has no dispatch_fn and collect_fn; there are those of "
+            f"{', '.join([*_predefined.PAIRS, *have])}"
+        )
+    return {"dispatch_fn": pair[0], "collect_fn": pair[1]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +376,11 @@ def register(
     """
     if not isinstance(execute_mode, Execute):
         raise UsageError(f"execute_mode must be an Execute, not {execute_mode!r}")
+    if execute_mode not in _EXECUTE:
+        raise UsageError(
+            f"{execute_mode!r} does not say which ranks run a call: take one of "
+            f"{', '.join(map(repr, _EXECUTE))}, and call the method on a view for other ranks"
+        )
     if uneven not in ("error", "allow", "pad"):
         raise UsageError(f"uneven must be 'error', 'allow' or 'pad', not {uneven!r}")
     if timeout is not None and timeout <= 0:

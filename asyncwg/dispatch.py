@@ -26,6 +26,7 @@ from asyncwg.decorator import (
     Replicate,
     Shard,
     Uneven,
+    collect_dp_compute_data_proto,
 )
 from asyncwg.errors import DispatchError
 from asyncwg.mesh import MeshTable, check_mesh
@@ -253,7 +254,11 @@ def _taken_whole(method: Method, key: Key, value: Any) -> _Given:
 def _call_dispatch_fn(
     method: Method, mode: CustomMode, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    match mode.dispatch_fn(layout.group, *args, **kwargs):
+    try:
+        given = mode.dispatch_fn(layout.group, *args, **kwargs)
+    except DispatchError as error:
+        raise DispatchError(f"{method.label}: {error}") from error
+    match given:
         case (list() | tuple() as new_args, dict() as new_kwargs):
             return tuple(new_args), new_kwargs
         case other:
@@ -458,7 +463,10 @@ def _collect_of(
     cutting: _Cutting | None,
 ) -> Collect:
     if isinstance(mode, CustomMode):
-        return functools.partial(mode.collect_fn, layout.group)
+        if mode.collect_fn is not collect_dp_compute_data_proto:
+            return functools.partial(mode.collect_fn, layout.group)
+        # Which rows are padding is known here and not to the function.
+        return _Join(method.label, layout.ranks, collectors, cutting)
     if isinstance(mode, MeshMode) or mode is Dispatch.DP_COMPUTE_PROTO or mode is _WITH_FUNC:
         return _Join(method.label, layout.ranks, collectors, cutting)
     return _as_they_are

@@ -91,6 +91,15 @@ def test_an_option_that_can_not_be_right_is_refused_at_once(
         register(**options)
 
 
+def test_an_execute_mode_without_a_meaning_is_refused() -> None:
+    """It would be a name alone: nothing says which ranks run the call."""
+    try:
+        with pytest.raises(UsageError, match=r"Execute\.HALF does not say which ranks"):
+            register(execute_mode=Execute.register("half"))
+    finally:
+        Execute.remove("half")
+
+
 def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="dispach_mode"):
         register(dispach_mode=Dispatch.ONE_TO_ALL)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
