@@ -16,11 +16,22 @@ import torch
 import torch.distributed as dist
 
 from asyncwg._data import reshape
+
+# What is named twice here verl's users look for in this module, and is not in __all__.
+from asyncwg._data.columns import list_of_dict_to_dict_of_list as list_of_dict_to_dict_of_list
+from asyncwg._data.columns import union_numpy_dict as union_numpy_dict
+from asyncwg._data.columns import union_tensor_dict as union_tensor_dict
 from asyncwg._data.forms import Forms
 from asyncwg._data.gather import gather_rows
 from asyncwg._data.meta import Reducers, merge_meta
 from asyncwg._data.minibatches import minibatch_indices
-from asyncwg._data.rows import as_count, concat_arrays, concat_batches, even_bounds
+from asyncwg._data.rows import (
+    as_count,
+    concat_arrays,
+    concat_batches,
+    even_bounds,
+    object_rows,
+)
 from asyncwg._data.table import DataProtoItem as DataProtoItem  # for isinstance on data[0]
 from asyncwg._data.table import has_rows, like
 from asyncwg.errors import UsageError
@@ -211,6 +222,37 @@ def unpad_dataproto(data: DataProtoT, pad_size: int) -> DataProtoT:
     if size > len(data):
         raise UsageError(f"can't take {size} rows of padding from {len(data)} rows")
     return data.slice(0, len(data) - size)
+
+
+def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
+    """Return the rows as one `DataProto`, copied: for a ``DataLoader`` over one.
+
+    Arrays keep their dtype where the rows have one. Facts about the whole that the rows came from
+    are left out, as in verl.
+
+    Raises:
+        UsageError: there are no rows, or they don't have the same keys and shapes.
+    """
+    if not items:
+        raise UsageError("collate_fn needs at least one row")
+    without = [
+        i for i, item in enumerate(items) if (item.batch is None) != (items[0].batch is None)
+    ]
+    if without:
+        raise UsageError(f"only one of rows 0 and {without[0]} has a batch; give all the same keys")
+    batch = None
+    if items[0].batch is not None:
+        rows = [item.batch.unsqueeze(0) for item in items if item.batch is not None]
+        batch = concat_batches(rows, "collate_fn: row")
+    columns = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in items])
+    return DataProto(batch, {key: _stacked(rows) for key, rows in columns.items()})
+
+
+def _stacked(rows: list[Any]) -> np.ndarray[Any, Any]:
+    kinds = {
+        (row.dtype, row.shape) if isinstance(row, np.generic | np.ndarray) else None for row in rows
+    }
+    return np.stack(rows) if len(kinds) == 1 and None not in kinds else object_rows(rows)
 
 
 def fold_batch_dim(data: DataProtoT, new_batch_size: int) -> DataProtoT:

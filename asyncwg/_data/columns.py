@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncwg._data import reshape
 from asyncwg._data.equal import same_value
-from asyncwg._data.rows import all_keys, as_count
+from asyncwg._data.rows import Array, all_keys, as_count
 from asyncwg._data.table import Table, has_rows, like, shallow
 from asyncwg.errors import UsageError
 
@@ -40,6 +40,52 @@ def _check_same_values(where: str, ours: Mapping[str, Any], theirs: Mapping[str,
 
 def _fields(batch: TensorDict | None) -> dict[str, Any]:
     return {} if batch is None else dict(cast("Iterable[tuple[str, Any]]", batch.items()))
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Add the entries of the second to the first, in place, sharing them; return the first.
+
+    Raises:
+        UsageError: the batch sizes differ, or a key in both has other values (NaN is the same as
+            NaN). Nothing was changed.
+    """
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+        raise UsageError(f"union: the batch sizes differ: {sizes}")
+    ours, theirs = _fields(tensor_dict1), _fields(tensor_dict2)
+    _check_same_values("tensor_dict", ours, theirs)
+    return tensor_dict1.update({key: theirs[key] for key in theirs if key not in ours})
+
+
+def union_numpy_dict(
+    tensor_dict1: dict[str, Array], tensor_dict2: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Add the arrays of the second to the first, in place, sharing them; return the first.
+
+    Raises:
+        UsageError: a key in both has other values (NaN is the same as NaN). Nothing was changed.
+    """
+    _check_same_values("non_tensor_batch", tensor_dict1, tensor_dict2)
+    for key, array in tensor_dict2.items():
+        tensor_dict1.setdefault(key, array)
+    return tensor_dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return, by key, the values of all dicts, in their order; {} for no dicts.
+
+    Raises:
+        UsageError: the dicts don't all have the same keys.
+    """
+    found: dict[str, list[Any]] = {key: [] for key in (list_of_dict[0] if list_of_dict else ())}
+    for i, entry in enumerate(list_of_dict):
+        if entry.keys() != found.keys():
+            odd = min(entry.keys() ^ found.keys(), key=repr)
+            has = "has" if odd in entry else "lacks"
+            raise UsageError(f"dict {i} {has} the key {odd!r}, unlike the first")
+        for key, value in entry.items():
+            found[key].append(value)
+    return found
 
 
 class Columns(Table):

@@ -10,7 +10,12 @@ import torch
 from tensordict import TensorDict
 
 from asyncwg.errors import UsageError
-from asyncwg.protocol import DataProto
+from asyncwg.protocol import (
+    DataProto,
+    list_of_dict_to_dict_of_list,
+    union_numpy_dict,
+    union_tensor_dict,
+)
 
 
 class Rollout(DataProto):
@@ -247,3 +252,50 @@ def test_a_locked_batch_can_be_changed_through_its_dataproto() -> None:
     data.batch.lock_()
     data.rename("a", "c").union(DataProto.from_dict({"d": torch.ones(2)})).pop(["b"])
     assert keys(data) == {"c", "d", "sub"}
+
+
+def test_tensordicts_are_united_in_place() -> None:
+    first = TensorDict({"a": torch.arange(2)}, [2])
+    second = TensorDict({"a": torch.arange(2), "b": torch.ones(2)}, [2])
+    assert union_tensor_dict(first, second) is first
+    assert set(first.keys()) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (TensorDict({"b": torch.ones(2), "a": torch.ones(2)}, [2]), r"tensor_dict\['a'\]"),
+        (TensorDict({"b": torch.ones(3)}, [3]), "batch sizes differ"),
+    ],
+    ids=["values", "rows"],
+)
+def test_tensordicts_that_do_not_fit_are_not_united(other: TensorDict, told: str) -> None:
+    first = TensorDict({"a": torch.zeros(2)}, [2])
+    with pytest.raises(UsageError, match=told):
+        union_tensor_dict(first, other)
+    assert set(first.keys()) == {"a"}
+
+
+def test_dicts_of_arrays_are_united_in_place_and_nan_is_the_same_as_nan() -> None:
+    first = {"a": np.array([1.0, np.nan])}
+    assert union_numpy_dict(first, {"a": np.array([1.0, np.nan]), "b": np.ones(2)}) is first
+    assert set(first) == {"a", "b"}
+    with pytest.raises(UsageError, match=r"non_tensor_batch\['a'\]"):
+        union_numpy_dict(first, {"a": np.zeros(2), "c": np.ones(2)})
+    assert set(first) == {"a", "b"}
+
+
+def test_a_list_of_dicts_becomes_a_dict_of_lists() -> None:
+    assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"b": 3, "a": 4}]) == {
+        "a": [1, 4],
+        "b": [2, 3],
+    }
+    assert list_of_dict_to_dict_of_list([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("second", "told"), [({"a": 1, "b": 2}, "has the key 'b'"), ({}, "lacks the key 'a'")]
+)
+def test_dicts_with_other_keys_are_refused_by_key(second: dict[str, int], told: str) -> None:
+    with pytest.raises(UsageError, match=f"dict 1 {told}"):
+        list_of_dict_to_dict_of_list([{"a": 1}, second])

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from asyncwg.errors import UsageError
-from asyncwg.protocol import DataProto, DataProtoItem, fold_batch_dim, unfold_batch_dim
+from asyncwg.protocol import (
+    DataProto,
+    DataProtoItem,
+    collate_fn,
+    fold_batch_dim,
+    unfold_batch_dim,
+)
 
 
 class Rollout(DataProto):
@@ -277,3 +283,39 @@ def test_a_sparse_tensor_is_refused_by_name_when_rows_are_cut() -> None:
     data = DataProto.from_dict({"x": torch.eye(3).to_sparse()})
     with pytest.raises(TypeError, match=r"batch\['x'\] can't be split by rows"):
         data.slice(0, 1)
+
+
+def test_collated_rows_are_those_of_the_data_with_the_dtypes_of_its_arrays() -> None:
+    data = numbered(4)
+    data.non_tensor_batch["weight"] = np.arange(4, dtype=np.float32)
+    data.non_tensor_batch["pair"] = np.arange(8).reshape(4, 2)
+    chosen = collate_fn([data[2], data[0]])
+    assert numbers_of(chosen) == [2, 0]
+    expected = data.select_idxs([2, 0])
+    for key, array in chosen.non_tensor_batch.items():
+        assert array.dtype == expected.non_tensor_batch[key].dtype
+        assert array.tolist() == expected.non_tensor_batch[key].tolist()
+    assert chosen.meta_info == {}
+
+
+def test_collated_rows_are_copies() -> None:
+    data = numbered(2)
+    chosen = collate_fn(list(data))
+    assert chosen.batch is not None
+    chosen.batch["n"][:] = 7
+    assert numbers_of(data) == [0, 1]
+
+
+def test_rows_without_tensors_are_collated() -> None:
+    data = DataProto.from_dict(non_tensors={"name": ["a", "b"]})
+    assert list(collate_fn(list(data)).non_tensor_batch["name"]) == ["a", "b"]
+
+
+def test_rows_that_do_not_fit_are_not_collated() -> None:
+    other = DataProto.from_dict({"n": torch.arange(2)})
+    with pytest.raises(UsageError, match="at least one row"):
+        collate_fn([])
+    with pytest.raises(UsageError, match="sub"):
+        collate_fn([numbered(2)[0], other[1]])
+    with pytest.raises(UsageError, match="rows 0 and 1 has a batch"):
+        collate_fn([other[0], DataProto.from_dict(non_tensors={"a": [1]})[0]])
