@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +28,7 @@ class CallOptions:
     on_error: str = "abort"
     copy: str = "later"
     hang_after: float | None = None
+    sticky: Hashable = None
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not self.timeout > 0:
@@ -40,6 +41,10 @@ class CallOptions:
             raise UsageError(f"hang_after must be more than 0 seconds, not {self.hang_after!r}")
         if self.copy not in ("later", "now"):
             raise UsageError(f"copy must be 'later' or 'now', not {self.copy!r}")
+        try:
+            hash(self.sticky)
+        except TypeError:
+            raise UsageError(f"sticky must be hashable, not {self.sticky!r}") from None
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

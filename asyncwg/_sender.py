@@ -13,10 +13,11 @@ Everything that can be wrong with a call is found before ``Calls.send``: no rank
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from asyncwg import dispatch
@@ -37,6 +38,8 @@ from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode
 from asyncwg.errors import GroupClosedError, ResourceError, UsageError
 
 _CALL: Final = int(Kind.CALL)
+KEYS: Final = 1 << 16
+"""Keys of sticky calls that are remembered; the one that was used longest ago goes first."""
 # Looked up on every call, where an attribute of a class costs more than a name of the module.
 _ALL: Final = Execute.ALL
 _HEADER_PACK: Final = HEADER.pack
@@ -134,6 +137,8 @@ class Sender:
         self._repeater = repeater
         self._has_async = has_async
         self._waiting: tuple[list[Waiting], list[Waiting]] = ([], [])
+        self._sticky: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
+        """By the key of a sticky call, the rank that has it; those used last stand last."""
         self._streams: dict[Any, Target] = {}
         """By their feeds, the ranks whose compute lane a generator holds, or will."""
         self._layouts: dict[Target, dispatch.Layout] = {}
@@ -223,9 +228,27 @@ class Sender:
     def _narrow(self, job: Job) -> Job:
         ranks = job.target.ranks
         if job.method.options.execute is Execute.ANY:
-            load = self._calls.load
-            return job._replace(target=Target((min(ranks, key=lambda rank: load[rank]),), True))
+            return job._replace(target=Target((self._pick(ranks, job.options.sticky),), True))
         return job._replace(target=Target(ranks[:1], True))
+
+    def _pick(self, ranks: Sequence[int], key: Hashable) -> int:
+        """Return the rank with the least to do, or the one that has had the key before."""
+        known = self._sticky.get(key) if key is not None else None
+        if known is not None and known in ranks:
+            self._sticky.move_to_end(key)
+            return known
+        load = list(self._calls.load)
+        for waiting in (*self._waiting[COMPUTE], *self._waiting[ASYNC]):
+            for place in waiting.places:
+                for rank in place.job.target.ranks if place.sender is self else ():
+                    load[rank] += 1
+        rank = min(ranks, key=lambda rank: load[rank])
+        if key is not None:
+            self._sticky[key] = rank
+            self._sticky.move_to_end(key)
+            if len(self._sticky) > KEYS:
+                self._sticky.popitem(last=False)
+        return rank
 
     def _blocked(self, queue: list[Waiting], target: Target) -> bool:
         ranks = set(target.ranks)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
 from asyncwg._core import Core
 from asyncwg._job import CallOptions, Job, Quick, Target, nearest, quick_of
+from asyncwg._map import Mapping
 from asyncwg._wire.frames import NO_METHOD, Kind
 from asyncwg.call import Call
-from asyncwg.decorator import CustomMode, Dispatch, Method, Mode
+from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode
 from asyncwg.errors import UsageError
 
 
@@ -88,10 +89,19 @@ class Proxy:
                 `WorkerGroup`), ``hang_after`` (as in `WorkerGroup`), ``copy``
                 (``"now"`` to copy large tensors before the call returns, where
                 they are written to by what moves no version counter: ``.data``, a numpy alias, fused
-                optimizers, collectives).
+                optimizers, collectives), ``sticky`` (where one rank is chosen: a key whose calls all
+                go to the same one).
         """
         changed = changed_options(self._options, options, f"{self._method.label}.options()")
         return Proxy(self._core, *self._fixed, changed)
+
+    def on_any(self) -> Proxy:
+        """Return this proxy for one rank, the one with the least to do."""
+        target, method, mode, number = self._fixed
+        options = replace(method.options, execute=Execute.ANY)
+        return Proxy(
+            self._core, target, method._replace(options=options), mode, number, self._options
+        )
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(self._mode, CustomMode):
@@ -156,12 +166,13 @@ class Surface:
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a registered method given as a function: ``wg.call(Trainer.step, batch)``."""
-        return self._find(method)(*args, **kwargs)
+        return self._proxy(self._name_of(method))(*args, **kwargs)
 
-    def _find(self, function: Callable[..., Any]) -> Proxy:
+    def _name_of(self, function: Callable[..., Any]) -> str:
+        """Return the name of the proxy of a registered method that is given as a function."""
         for proxy, method in self._core.methods.items():
             if method.function is getattr(function, "__func__", function):
-                return self._proxy(proxy)
+                return proxy
         raise AttributeError(
             f"{getattr(function, '__qualname__', function)!r} is no registered method of "
             f"{self._core.cls.__name__}"
@@ -181,6 +192,52 @@ class Surface:
         mode = self._core.modes[name]
         number = self._core.numbers[method.name]
         return Proxy(self._core, self._target, method, mode, number, options)
+
+    @property
+    def any(self) -> AnyRank:
+        """Whichever rank here has the least to do: ``await wg.any.generate(prompt)``; see `AnyRank`."""
+        return AnyRank(self._core, self._target, self)
+
+    def map(
+        self,
+        method: str | Callable[..., Any],
+        items: Iterable[Any] | AsyncIterable[Any],
+        *,
+        ordered: bool = False,
+        max_inflight: int | None = None,
+        with_items: bool = False,
+    ) -> AsyncIterator[Any]:
+        """Call a method once for each item, on whichever rank has the least to do, and yield the results.
+
+        ``async for result in wg.map("generate", prompts)``. Items are read as results are: never more
+        than ``max_inflight`` are on their way, or done and not read. Leaving the loop cancels what is
+        on its way. A failure ends it, with a note that says which item it was; so does an error of
+        ``items`` itself.
+
+        Args:
+            method: name of a registered method, or the function; it gets one item, whole, as its
+                only argument.
+            items: what is to be done; also an asynchronous iterator, or an endless one.
+            ordered: yield results in the order of the items, and not as they come.
+            max_inflight: None for two for each rank, or ``max_concurrency`` for each where a method
+                has that.
+            with_items: yield ``(item, result)``.
+
+        Raises:
+            UsageError: a generator method, or no items.
+            AttributeError: no such method.
+        """
+        name = method if isinstance(method, str) else self._name_of(method)
+        proxy = getattr(self.any, name)
+        found = self._core.methods[name]
+        if found.is_stream:
+            raise UsageError(f"{found.label} is a generator: map() takes what returns a value")
+        if max_inflight is None:
+            max_inflight = self.world_size * (found.options.max_concurrency or 2)
+        if max_inflight < 1:
+            raise UsageError(f"max_inflight must be at least 1, not {max_inflight!r}")
+        work = Mapping(proxy, found.label, items, ordered=ordered, most=max_inflight)
+        return work.results() if with_items else work.values()
 
     def __getitem__(self, index: int | slice) -> View:
         """Return a view: ``wg[1:3]`` on some ranks, ``wg[0]`` on one, whose calls give its value.
@@ -219,6 +276,36 @@ class Surface:
     def rank(self, index: int) -> View:
         """Return the view on one rank; the same as ``wg[index]``."""
         return self[index]
+
+
+class AnyRank:
+    """One of some ranks, chosen call by call: the one with the fewest calls under way.
+
+    A call gives the value of that rank, which gets the arguments whole. With
+    ``options(sticky=key)`` calls with the same key go to the same rank while its process lives: for
+    caches. The 65,536 keys that were used last are remembered.
+
+    Made by ``wg.any``, also of a view.
+    """
+
+    def __init__(self, core: Core, target: Target, parent: Surface) -> None:
+        self._core = core
+        self._target = target
+        self._parent = parent
+
+    def __getattr__(self, name: str) -> Proxy:
+        core = self.__dict__.get("_core")
+        if core is None or name not in core.methods:
+            raise AttributeError(name if core is None else core.no_method(name))
+        proxy = self._parent._proxy(name).on_any()  # noqa: SLF001  # made by it
+        self.__dict__[name] = proxy
+        return proxy
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._core.methods})
+
+    def __repr__(self) -> str:
+        return f"<any of ranks {list(self._target.ranks)} of group {self._core.name!r}>"
 
 
 class View(Surface):

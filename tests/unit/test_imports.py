@@ -26,7 +26,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_transport",),
     ("_worker", "_driver"),
     ("call", "_share"),
-    ("_stream",),
+    ("_stream", "_map"),
     ("_job",),
     ("_waiting",),
     ("_sender",),
