@@ -82,8 +82,9 @@ class Mapping:
                     item = self._next()
                 elif self._coming is None:
                     assert self._next_later is not None
-                    self._coming = asyncio.ensure_future(self._next_later())
-                    self._coming.add_done_callback(lambda _task: self._woken.set())
+                    coming = asyncio.ensure_future(self._next_later())
+                    coming.add_done_callback(lambda _task: self._woken.set())
+                    self._coming = coming
                     return
                 elif self._coming.done():
                     coming, self._coming = self._coming, None
