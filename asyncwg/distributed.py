@@ -298,13 +298,22 @@ def init_process_group(
 ) -> None:
     """Join this rank's group: NCCL where torch sees a GPU, gloo elsewhere.
 
+    A process joins once. Where it has joined already, as when the roles of a colocated class each say
+    that they need it, this does nothing, and ``timeout`` has no effect.
+
     Args:
         backend: a backend's name, to choose another.
         timeout: seconds (or a timedelta) that joining and each collective may take.
+
+    Raises:
+        UsageError: the process has joined already, with another backend.
     """
     import torch  # import here: the package must not load it
     import torch.distributed as dist
 
+    if dist.is_initialized():
+        _check_backend(backend, dist.get_backend_config())
+        return
     options: dict[str, Any] = {}
     if timeout is not None:
         options["timeout"] = (
@@ -314,6 +323,20 @@ def init_process_group(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = backend or "nccl"
     dist.init_process_group(backend or "gloo", **options)
+
+
+def _check_backend(wanted: str | None, joined: str) -> None:
+    """Refuse a backend that the process's group does not have; both are as torch writes them."""
+    have = dict(entry.split(":") for entry in joined.split(",") if ":" in entry)
+    if wanted is None:
+        return
+    for entry in wanted.lower().split(","):
+        device, _, backend = entry.rpartition(":")
+        if backend not in ([have.get(device)] if device else have.values()):
+            raise UsageError(
+                f"this process has joined torch.distributed with {joined!r} already, so not with "
+                f"{wanted!r} too: make a group beside it with torch.distributed.new_group(backend=...)"
+            )
 
 
 def broadcast(tensor: Any, src: int, group: Any = None) -> None:
