@@ -6,9 +6,9 @@ counts. Workers register it; `check_mesh` proves that a call over it loses no ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from asyncwg.errors import DispatchError, UsageError
 
@@ -16,6 +16,15 @@ __all__ = ["CheckedMesh", "DistGlobalInfo", "DistRankInfo", "MeshTable", "check_
 
 MeshTable: TypeAlias = Sequence[tuple[int, bool] | None]
 """By global rank: the dp rank and whether the rank collects; None where it has not registered."""
+
+
+class DispatchCollect(TypedDict):
+    """What a worker tells of its meshes, by their names."""
+
+    dispatch_dp_rank: dict[str, int]
+    """Its dp rank."""
+    collect_dp_rank: dict[str, bool]
+    """Whether its result counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,20 @@ class DistGlobalInfo:
             rank = rank * size + place
         return rank
 
+    def axes(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Return, by the name of the axis, the place of the global ``rank`` on it and its size.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        info = self.rank_info(rank)
+        return {
+            "pp": (info.pp_rank, self.pp_size),
+            "dp": (info.dp_rank, self.dp_size),
+            "cp": (info.cp_rank, self.cp_size),
+            "tp": (info.tp_rank, self.tp_size),
+        }
+
     def collects(self, rank: int) -> bool:
         """Tell whether the result of ``rank`` counts: tp 0, cp 0, last pp; one rank for each dp.
 
@@ -96,6 +119,70 @@ class DistGlobalInfo:
         """
         info = self.rank_info(rank)
         return info.tp_rank == 0 and info.cp_rank == 0 and info.pp_rank == self.pp_size - 1
+
+
+def dp_place(
+    name: str,
+    axes: Mapping[Any, tuple[int, int]],
+    dp: Sequence[str | int],
+    collect: Mapping[Any, int],
+) -> tuple[int, bool]:
+    """Return a rank's dp rank, and whether its result counts, from where it stands on each axis.
+
+    Args:
+        name: of the mesh, for messages.
+        axes: by the name of the axis, the rank's place on it and its size.
+        dp: the axes over which batches are split, counted together, the last of them fastest.
+        collect: on the other axes, the place of the rank whose result counts, where it is not 0;
+            a negative one counts from the end.
+
+    Raises:
+        UsageError: there is no such axis or place, or an axis is named twice.
+    """
+    known = ", ".join(repr(axis) for axis in axes)
+    for axis in (*dp, *collect):
+        if axis not in axes:
+            raise UsageError(f"mesh {name!r} has no dimension {axis!r}; it has {known}")
+    if not dp or len({*dp, *collect}) < len(dp) + len(collect):
+        raise UsageError(
+            f"mesh {name!r}: dp={list(dp)!r} and collect={dict(collect)!r} must name a dimension for "
+            "the data and no dimension twice"
+        )
+    dp_rank = 0
+    for axis in dp:
+        place, size = axes[axis]
+        dp_rank = dp_rank * size + place
+    is_collect = True
+    for axis in axes.keys() - set(dp):
+        place, size = axes[axis]
+        wanted = collect.get(axis, 0)
+        if not -size <= wanted < size:
+            raise UsageError(
+                f"mesh {name!r}: collect={dict(collect)!r}, and dimension {axis!r} has {size} places"
+            )
+        is_collect = is_collect and place == wanted % size
+    return dp_rank, is_collect
+
+
+def learn_meshes(
+    tables: dict[str | None, dict[str, list[tuple[int, bool] | None]]],
+    told: Mapping[str | None, DispatchCollect],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Write what ``rank`` tells of its meshes into the controller's tables.
+
+    Args:
+        tables: by role (None for the worker itself) and the mesh's name.
+        told: by role, what ``get_dispatch_collect`` of that role returned.
+        rank: who tells it.
+        world_size: length of a new table.
+    """
+    for role, meshes in told.items():
+        collects = meshes["collect_dp_rank"]
+        for mesh, dp_rank in meshes["dispatch_dp_rank"].items():
+            table = tables.setdefault(role, {}).setdefault(mesh, [None] * world_size)
+            table[rank] = (dp_rank, bool(collects[mesh]))
 
 
 class CheckedMesh(NamedTuple):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from asyncwg import distributed
 from asyncwg._worker import context
 from asyncwg.decorator import Dispatch, Execute, register
 from asyncwg.errors import UsageError
-from asyncwg.mesh import DistGlobalInfo, DistRankInfo
+from asyncwg.mesh import DispatchCollect, DistGlobalInfo, DistRankInfo, dp_place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DistGlobalInfo", "DistRankInfo", "Worker"]
 
@@ -32,8 +36,11 @@ class Worker:
     and may set ``device`` and the like to values of its own.
     """
 
-    fused_worker_dict: ClassVar[dict[str, Any]] = {}
-    """The roles that share this process, by name; empty where there is one role."""
+    fused_worker_dict: Mapping[str, Any] = MappingProxyType({})
+    """The roles that share this process, by name; empty where there are none.
+
+    In ``__init__`` those that have been built before; afterwards all of them.
+    """
     _dispatch_dp_rank: dict[str, int]
     _collect_dp_rank: dict[str, bool]
     _mesh_version: int = 0
@@ -100,11 +107,15 @@ class Worker:
     ) -> None:
         """Join ``torch.distributed`` with the other ranks of the group.
 
-        Every rank must call it. NCCL where torch sees a GPU, gloo elsewhere.
+        Every rank must call it. NCCL where torch sees a GPU, gloo elsewhere. A process joins once, so
+        where it has joined already, as another role's, this does nothing.
 
         Args:
             backend: a backend's name, to choose another.
             timeout: seconds that joining and each collective may take.
+
+        Raises:
+            UsageError: the process has joined already, with another backend.
         """
         distributed.init_process_group(backend, timeout)
 
@@ -141,6 +152,46 @@ class Worker:
         collect[mesh_name] = bool(is_collect)
         self._mesh_version += 1
 
+    def register_mesh(
+        self,
+        mesh_name: str,
+        mesh: DeviceMesh | DistGlobalInfo,
+        dp: str | int | Sequence[str | int] = "dp",
+        *,
+        collect: Mapping[str, int] | Mapping[int, int] | None = None,
+    ) -> None:
+        """Say where this rank stands in a mesh, from torch's `DeviceMesh` or from the sizes alone.
+
+        ``self.register_mesh("actor", mesh, dp="dp")``. The controller knows it when the call, or the start
+        of the group, has ended.
+
+        Args:
+            mesh_name: what methods name it by.
+            mesh: over all ranks of the group; not a slice of it, in which several ranks have the same
+                place.
+            dp: name (or number) of the dimension over which batches are split; or several, counted
+                together, the last of them fastest.
+            collect: where on the other dimensions the rank stands whose result counts, if not at 0; a
+                negative number counts from the end. ``{"pp": -1}`` is the default for a
+                `DistGlobalInfo`, whose last pipeline stage has the results.
+
+        Raises:
+            UsageError: the mesh is registered already, is not over all ranks, or has no such dimension.
+        """
+        if isinstance(mesh, DistGlobalInfo):
+            axes, size = mesh.axes(self.rank), mesh.world_size
+            collect = {"pp": -1} if collect is None else collect
+        else:
+            axes, size = _axes_of(mesh, mesh_name), mesh.size()
+        if size != self.world_size:
+            raise UsageError(
+                f"mesh {mesh_name!r} has {size} ranks and the group {self.world_size}: register "
+                "the whole mesh on every rank, not a slice of it"
+            )
+        dims = [dp] if isinstance(dp, str | int) else list(dp)
+        dp_rank, is_collect = dp_place(mesh_name, axes, dims, collect or {})
+        self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_dispatch_info(self, mesh_name: str) -> int:
         dispatch, _ = self._meshes()
@@ -156,35 +207,42 @@ class Worker:
         self._check_mesh(mesh_name)
         return self._meshes()[1][mesh_name]
 
-    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
+    def get_dispatch_collect(self) -> DispatchCollect:
         """Return ``{"dispatch_dp_rank": {mesh: dp rank}, "collect_dp_rank": {mesh: collects}}``."""
         dispatch, collect = self._meshes()
-        return {"dispatch_dp_rank": dict(dispatch), "collect_dp_rank": dict(collect)}
+        return DispatchCollect(dispatch_dp_rank=dict(dispatch), collect_dp_rank=dict(collect))
 
     def set_dispatch_collect(
         self,
         mesh_name: str,
         dispatch_dp_rank: Mapping[str, int],
         collect_dp_rank: Mapping[str, bool],
+        *,
+        source: str | None = None,
     ) -> None:
         """Register an inner worker's mesh here, as ``mesh_name``.
+
+        ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect(), source="train")`` takes the
+        mesh that the inner worker calls ``"train"``.
 
         Args:
             mesh_name: the name here.
             dispatch_dp_rank: of the inner worker's ``get_dispatch_collect()``.
             collect_dp_rank: likewise.
+            source: the inner worker's name for it; None for the same name, or its only mesh.
 
         Raises:
-            UsageError: the inner worker has several meshes and none of that name.
+            UsageError: the inner worker has no such mesh, or several and it was not said which; or the
+                name is taken here.
         """
-        source = mesh_name
-        if mesh_name not in dispatch_dp_rank:
-            if len(dispatch_dp_rank) != 1:
-                raise UsageError(
-                    f"the inner worker has the meshes {sorted(dispatch_dp_rank)}, none called "
-                    f"{mesh_name!r}: pass the entry of the one that is meant"
-                )
-            source = next(iter(dispatch_dp_rank))
+        if source is None:
+            only = len(dispatch_dp_rank) == 1 and mesh_name not in dispatch_dp_rank
+            source = next(iter(dispatch_dp_rank)) if only else mesh_name
+        if source not in dispatch_dp_rank:
+            raise UsageError(
+                f"the inner worker has the meshes {sorted(dispatch_dp_rank)}, none called "
+                f"{source!r}: say with source= which of them is {mesh_name!r} here"
+            )
         self._register_dispatch_collect_info(
             mesh_name, dispatch_dp_rank[source], collect_dp_rank[source]
         )
@@ -203,3 +261,11 @@ class Worker:
                 f"mesh {mesh_name!r} is not registered on rank {self.rank} "
                 f"(known: {sorted(known) or 'none'}): call _register_dispatch_collect_info"
             )
+
+
+def _axes_of(mesh: DeviceMesh, mesh_name: str) -> dict[Any, tuple[int, int]]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UsageError(f"this rank is not in the mesh that is to be {mesh_name!r}")
+    names = mesh.mesh_dim_names or range(len(mesh.shape))
+    return dict(zip(names, zip(coordinate, mesh.shape, strict=True), strict=True))

@@ -93,8 +93,7 @@ class Outer(Worker):
         super().__init__()
         known = Inner().get_dispatch_collect()
         self.set_dispatch_collect("actor", **known)
-        rollout = {kind: {"play": ranks["rollout"]} for kind, ranks in known.items()}
-        self.set_dispatch_collect("play", **rollout)
+        self.set_dispatch_collect("play", **known, source="rollout")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def train(self, rows: torch.Tensor) -> torch.Tensor:
