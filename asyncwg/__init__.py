@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncwg._share import share, shared_empty
 from asyncwg._worker.context import current_call
 from asyncwg.call import Call
+from asyncwg.colocated import (
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
+)
 from asyncwg.decorator import (
     Dispatch,
     Execute,
@@ -90,6 +95,9 @@ __all__ = [
     "WorkerStartError",
     "__version__",
     "all_gather_data_proto",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
     "current_call",
     "fold_batch_dim",
     "make_nd_compute_dataproto_dispatch_fn",

@@ -14,26 +14,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from asyncwg._catalog import Catalog
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport
 from asyncwg._generation import Generation
-from asyncwg._job import CallOptions, Job, Quick, Target, nearest
+from asyncwg._job import CallOptions, Job, Quick, Target
 from asyncwg._restart import RestartPolicy, Supervisor
 from asyncwg._sender import Sender
 from asyncwg._stream import Feed, Stream
-from asyncwg._wire.frames import NO_METHOD
 from asyncwg.call import Call
-from asyncwg.decorator import (
-    Dispatch,
-    Method,
-    MethodOptions,
-    Mode,
-    PerRank,
-    kind_of,
-    resolve_mode,
-    unregistered_hint,
-)
+from asyncwg.decorator import PerRank
 from asyncwg.errors import (
     GroupBrokenError,
     GroupClosedError,
@@ -59,7 +50,7 @@ class Core:
     Args:
         spec: what each rank builds, and how it is started.
         pool: where it runs.
-        methods: the registered methods, by the name of their proxy.
+        catalogs: what its class and each of its roles can be asked for.
         options: options of its calls.
         start_timeout: seconds until a start fails.
         hang_after: seconds after which a call is reported; None for never.
@@ -71,7 +62,7 @@ class Core:
         self,
         spec: Spec,
         pool: ResourcePool,
-        methods: Mapping[str, Method],
+        catalogs: Mapping[str | None, Catalog],
         options: CallOptions,
         *,
         start_timeout: float | None,
@@ -83,11 +74,9 @@ class Core:
         self.cls: Final = spec.cls
         self.name: Final = spec.name
         self.pool: Final = pool
-        self.methods: Final = methods
-        self.modes: Final[dict[str, Mode]] = {
-            key: resolve_mode(method.options.mode) for key, method in methods.items()
-        }
-        self.numbers: Final = {name: number for number, name in enumerate(spec.names)}
+        self.catalogs: Final = catalogs
+        self.catalog: Final = catalogs[None]
+        """Of the class itself."""
         self.options: Final = options
         self.everyone: Final = Target(tuple(range(pool.world_size)), False)
         self.supervisor: Final = Supervisor(self, spec.name, policy)
@@ -125,31 +114,6 @@ class Core:
     def sender(self) -> Sender | None:
         """The way to the ranks; None while there is none."""
         return None if self._generation is None else self._generation.sender
-
-    def no_method(self, name: str) -> str:
-        """Say why ``name`` is no proxy, and what may have been meant."""
-        return unregistered_hint(self.cls, name, self.methods)
-
-    def adhoc(self, name: str, label: str, function: Callable[..., Any]) -> Method:
-        """Return the record of a method that is not registered."""
-        return Method(name, label, MethodOptions(), kind_of(function), function)
-
-    def job_for(
-        self, target: Target, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Job:
-        """Return the call of a method that may not be registered.
-
-        Raises:
-            AttributeError: the class has no such method.
-        """
-        cls = self.cls
-        function = getattr(cls, name, None)
-        if not callable(function):
-            raise AttributeError(  # noqa: TRY004  # what a misspelt name raises everywhere
-                f"{cls.__name__} has no method {name!r}{nearest(name, dir(cls))}"
-            )
-        method = self.adhoc(name, f"{cls.__name__}.{name}", function)
-        return Job(target, method, Dispatch.ALL_TO_ALL, NO_METHOD, args, kwargs, self.options)
 
     async def ready(self, ranks: Sequence[int]) -> None:
         """Wait until each rank has room for another call."""
@@ -307,7 +271,7 @@ class Core:
         if old is not None:
             await old.stop(grace, "was started again")
             saved = self.supervisor.saved
-            if saved.exists and hasattr(self.cls, "load_state"):
+            if saved.exists and self._having("load_state"):
                 states = await saved.get()
         await self._start_generation(states)
 
@@ -328,9 +292,24 @@ class Core:
 
     async def save(self) -> None:
         """Keep what the ranks' ``save_state()`` returns; see `WorkerGroup.save`."""
-        job = self.job_for(self.everyone, "save_state", (), {})
-        # Not by `submit`: a save is no call after so many of which to save.
-        await self.supervisor.saved.put(await self._usable_sender().submit(job))
+        catalogs = self._having("save_state") or [self.catalog]  # which says that it has none
+        jobs = [
+            each.job_for(self.everyone, "save_state", (), {}, self.options) for each in catalogs
+        ]
+        # Not by `submit`: a save is no call after so many of which to save. All of them in one step: no
+        # other call comes between the states of two roles.
+        sender = self._usable_sender()
+        calls = [sender.submit(job) for job in jobs]
+        by_role = await asyncio.gather(*calls)
+        roles = [each.role for each in catalogs]
+        states = [dict(zip(roles, values, strict=True)) for values in zip(*by_role, strict=True)]
+        await self.supervisor.saved.put(states)
+
+    def _having(self, method: str) -> list[Catalog]:
+        """Return the roles, and the class itself, that have ``method``."""
+        return [
+            each for each in self.catalogs.values() if callable(getattr(each.cls, method, None))
+        ]
 
     async def _start_generation(self, states: list[Any] | None) -> None:
         loop, facade = self._loop, None if self._facade is None else self._facade()
@@ -340,9 +319,8 @@ class Core:
         sender = generation.open(loop, facade, self.supervisor, has_async=self.spec.has_async)
         if states is not None:
             # Before anybody else's calls: nobody sees a rank without its state.
-            job = self.job_for(self.everyone, "load_state", (PerRank(states),), {})
             try:
-                await sender.submit(job)
+                await self._load(sender, states)
             except BaseException:
                 await generation.stop(0, "could not load its state")
                 raise
@@ -356,6 +334,14 @@ class Core:
         self._state = "running"
         self._finalizer = weakref.finalize(facade, generation.let_go(loop))
         self._finalizer.atexit = False
+
+    async def _load(self, sender: Sender, states: list[Any]) -> None:
+        """Give each rank the states that it has saved, role by role."""
+        for each in self._having("load_state"):
+            if all(each.role in state for state in states):
+                given = PerRank([state[each.role] for state in states])
+                job = each.job_for(self.everyone, "load_state", (given,), {}, self.options)
+                await sender.submit(job)
 
     def _broke(self, sender: Sender, cause: Exception) -> None:
         def unsent(job: Job) -> Exception:

@@ -24,8 +24,11 @@ from asyncwg._wire.sources import inline
 from asyncwg._worker import context
 from asyncwg._worker.context import CurrentCall, Place
 from asyncwg._worker.credits import LoopCredits
+from asyncwg._worker.parts import Objects, blaming, hooks_of, objects_of, raise_together
 from asyncwg._worker.service import Request, Service
+from asyncwg.decorator import ROLES
 from asyncwg.errors import GroupClosedError, WorkerStartError
+from asyncwg.mesh import learn_meshes
 
 _ORDINARY: Final = (Kind.CALL, Kind.RUN)
 
@@ -66,6 +69,7 @@ class InlineRank:
         self._gang = gang
         self._place = place
         self._service: Service | None = None
+        self._objects: Objects = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._calls: dict[int, CurrentCall] = {}
         """Of generators that run."""
@@ -75,8 +79,10 @@ class InlineRank:
 
     async def build(self, spec: Spec) -> None:
         """Build the object from the class's bytes, as a worker does."""
-        encoded = codec.encode((spec.args, dict(spec.kwargs)))
-        args, kwargs = codec.decode(encoded.stream, [bytearray(b) for b in inline(encoded.buffers)])
+        encoded = codec.encode((spec.args, dict(spec.kwargs), dict(spec.roles)))
+        args, kwargs, roles = codec.decode(
+            encoded.stream, [bytearray(b) for b in inline(encoded.buffers)]
+        )
         with self._here():
             cls: Any = spec.cls
             worker = cls.__new__(cls)
@@ -87,20 +93,33 @@ class InlineRank:
                     local_rank=self._place.local_rank,
                     local_world_size=self._place.local_world_size,
                 )
+                if roles:
+                    vars(worker)[ROLES] = roles  # with arguments that no other rank has
             worker.__init__(*args, **kwargs)
+            self._objects = objects_of(worker, list(spec.roles))
             blocks: Any = _Blocks()
-            self._service = Service(worker, list(spec.names), blocks, ())
-            await self.hook("setup")
+            self._service = Service(self._objects, list(spec.addresses), blocks, ())
+            for role, hook in hooks_of(self._objects, "setup"):
+                with blaming(role, "setup()"):
+                    await self._run_hook(hook)
         self._tell_meshes(self._service)
 
-    async def hook(self, name: str) -> None:
-        """Run ``setup`` or ``close`` where the class has it."""
-        hook = getattr(self._service.worker, name, None) if self._service is not None else None
-        if callable(hook):
-            with self._here():
-                value = hook()
-            if inspect.isawaitable(value):
-                await value
+    async def close(self) -> None:
+        """Run every ``close()``, also after one has failed."""
+        errors: list[BaseException] = []
+        for role, hook in hooks_of(self._objects, "close"):
+            try:
+                with blaming(role, "close()"):
+                    await self._run_hook(hook)
+            except Exception as error:  # noqa: BLE001  # raised below, when all have closed
+                errors.append(error)
+        raise_together(errors)
+
+    async def _run_hook(self, hook: Callable[[], Any]) -> None:
+        with self._here():
+            value = hook()
+        if inspect.isawaitable(value):
+            await value
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel what runs, and return it."""
@@ -267,7 +286,7 @@ class InlineGang:
         self.closed = False
         self.broken: Exception | None = None
         self.on_break: Callable[[Exception], None] | None = None
-        self.meshes: dict[str, list[tuple[int, bool] | None]] = {}
+        self.meshes: dict[str | None, dict[str, list[tuple[int, bool] | None]]] = {}
         size = len(spec.local_ranks)
         self.watch = _Watch(size)
         self._ranks = [
@@ -320,7 +339,7 @@ class InlineGang:
         errors: list[Exception] = []
         for rank in self._ranks:
             try:
-                await rank.hook("close")
+                await rank.close()
             except Exception as error:  # noqa: BLE001  # told when all have closed
                 errors.append(error)
         return errors
@@ -348,10 +367,7 @@ class InlineGang:
         elif kind == Kind.STARTED:
             self.calls.vote(rank, call_id, aux, held=False)
         elif kind == Kind.MESHES:
-            told = codec.decode(*unpack(body, n))
-            for mesh, dp_rank in told["dispatch_dp_rank"].items():
-                table = self.meshes.setdefault(mesh, [None] * len(self._ranks))
-                table[rank] = (dp_rank, bool(told["collect_dp_rank"][mesh]))
+            learn_meshes(self.meshes, codec.decode(*unpack(body, n)), rank, len(self._ranks))
 
     def _overdue(self, pending: Pending, outcome: Outcome | None, error: Exception) -> None:
         del pending

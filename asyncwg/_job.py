@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from asyncwg import dispatch
 from asyncwg._driver.rank import ASYNC, COMPUTE
-from asyncwg._wire.frames import NO_METHOD, Kind
+from asyncwg._wire.frames import UNNUMBERED, Kind
 from asyncwg._worker import context
 from asyncwg.call import Call, Collect
 from asyncwg.decorator import Dispatch, Execute, Method, Mode, Uneven
@@ -78,7 +78,7 @@ class Job(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the rank needs to be told nothing but the method's number."""
-        return self.options.timeout is None and self.number != NO_METHOD
+        return self.options.timeout is None and self.number < UNNUMBERED
 
 
 class Quick(NamedTuple):

@@ -28,7 +28,7 @@ from asyncwg._driver.rank import ASYNC, COMPUTE
 from asyncwg._job import Job, Quick, Target, expire_later, inherited
 from asyncwg._waiting import Place, Waiting
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import EXTRAS, HEADER, NO_METHOD, NONE, STREAM, Buffer, Kind, pack
+from asyncwg._wire.frames import EXTRAS, HEADER, NONE, STREAM, UNNUMBERED, Buffer, Kind, pack
 from asyncwg._wire.handle import Handle
 from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
@@ -141,7 +141,7 @@ class Sender:
         """By the key of a sticky call, the rank that has it; those used last stand last."""
         self._streams: dict[Any, Target] = {}
         """By their feeds, the ranks whose compute lane a generator holds, or will."""
-        self._layouts: dict[Target, dispatch.Layout] = {}
+        self._layouts: dict[tuple[Target, str | None], dispatch.Layout] = {}
 
     def submit(self, job: Job) -> Call[Any]:
         """Send a job now, or put it in its place in the queue.
@@ -259,22 +259,25 @@ class Sender:
             if place.sender is self
         )
 
-    def _layout(self, target: Target, mode: Mode) -> dispatch.Layout:
-        layout = self._layouts.get(target)
+    def _layout(self, target: Target, mode: Mode, role: str | None) -> dispatch.Layout:
+        layout = self._layouts.get((target, role))
         if layout is None:
-            layout = dispatch.Layout(target.ranks, target.single, None, self._gang.meshes)
-            self._layouts[target] = layout
+            meshes = self._gang.meshes.setdefault(role, {})  # each role has its own
+            layout = dispatch.Layout(target.ranks, target.single, None, meshes)
+            self._layouts[target, role] = layout
         if not isinstance(mode, CustomMode):
             return layout
         # Only for this call: a group that its user drops must not live on in our tables.
         group = self._group()
         if group is None:
             raise GroupClosedError("the group was dropped by its user")
+        if role is not None:
+            group = group.spawn([role])[role]
         return layout._replace(group=_surface_of(group, target.ranks))
 
     def _send(self, job: Job, lane: int, call: Call[Any]) -> None:
         target, method, mode, number, args, kwargs, options, kind, _ = job
-        layout = self._layout(target, mode)
+        layout = self._layout(target, mode, method.role)
         if method.options.materialize_futures:
             plan = dispatch.plan(method, mode, args, kwargs, layout, options.uneven)
         else:
@@ -395,7 +398,7 @@ class Sender:
             extras["rows"] = rows
         if job.options.timeout is not None:
             extras["timeout"] = job.options.timeout
-        if number == NO_METHOD and kind == _CALL:
+        if number >= UNNUMBERED and kind == _CALL:
             extras["name"] = job.method.name
         try:
             encoded = codec.encode((args, kwargs, extras) if extras else (args, kwargs))

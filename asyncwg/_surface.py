@@ -7,12 +7,12 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
+from asyncwg._catalog import Catalog
 from asyncwg._core import Core
 from asyncwg._job import CallOptions, Job, Quick, Target, nearest, quick_of
 from asyncwg._map import Mapping
-from asyncwg._wire.frames import NO_METHOD, Kind
 from asyncwg.call import Call
-from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode
+from asyncwg.decorator import CustomMode, Execute, Method, Mode
 from asyncwg.errors import UsageError
 
 
@@ -116,11 +116,12 @@ class Proxy:
 
 
 class Surface:
-    """A group, or a view on some of its ranks: what proxies hang on."""
+    """A group, the group of one role, or a view on some of their ranks: what proxies hang on."""
 
-    def __init__(self, core: Core, target: Target) -> None:
+    def __init__(self, core: Core, target: Target, catalog: Catalog) -> None:
         self._core = core
         self._target = target
+        self._catalog = catalog
 
     @property
     def world_size(self) -> int:
@@ -156,12 +157,7 @@ class Surface:
         """Run ``function(worker, *args, **kwargs)`` on every rank here; a list by rank."""
         if not callable(function):
             raise UsageError(f"run() takes a function, not {function!r}")
-        name = getattr(function, "__name__", "function")
-        method = self._core.adhoc(name, f"run({name})", function)
-        job = Job(
-            self._target, method, Dispatch.ALL_TO_ALL, NO_METHOD, (function, *args), kwargs,
-            self._core.options, Kind.RUN,
-        )  # fmt: skip
+        job = self._catalog.job_of(self._target, function, args, kwargs, self._core.options)
         return self._core.submit(job)
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
@@ -170,33 +166,36 @@ class Surface:
 
     def _name_of(self, function: Callable[..., Any]) -> str:
         """Return the name of the proxy of a registered method that is given as a function."""
-        for proxy, method in self._core.methods.items():
+        for proxy, method in self._catalog.methods.items():
             if method.function is getattr(function, "__func__", function):
                 return proxy
         raise AttributeError(
             f"{getattr(function, '__qualname__', function)!r} is no registered method of "
-            f"{self._core.cls.__name__}"
+            f"{self._catalog.cls.__name__}"
         )
 
     def _execute(
         self, target: Target, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call[Any]:
-        return self._core.submit(self._core.job_for(target, name, args, kwargs))
+        return self._core.submit(
+            self._catalog.job_for(target, name, args, kwargs, self._core.options)
+        )
 
     def _proxy(self, name: str) -> Proxy:
         """Return the proxy of a registered method on these ranks."""
-        method = self._core.methods[name]
+        catalog = self._catalog
+        method = catalog.methods[name]
         options = replace(
             self._core.options, timeout=method.options.timeout, uneven=method.options.uneven
         )
-        mode = self._core.modes[name]
-        number = self._core.numbers[method.name]
-        return Proxy(self._core, self._target, method, mode, number, options)
+        return Proxy(
+            self._core, self._target, method, catalog.modes[name], catalog.numbers[name], options
+        )
 
     @property
     def any(self) -> AnyRank:
         """Whichever rank here has the least to do: ``await wg.any.generate(prompt)``; see `AnyRank`."""
-        return AnyRank(self._core, self._target, self)
+        return AnyRank(self, self._target, self._catalog)
 
     def map(
         self,
@@ -229,7 +228,7 @@ class Surface:
         """
         name = method if isinstance(method, str) else self._name_of(method)
         proxy = getattr(self.any, name)
-        found = self._core.methods[name]
+        found = self._catalog.methods[name]
         if found.is_stream:
             raise UsageError(f"{found.label} is a generator: map() takes what returns a value")
         if max_inflight is None:
@@ -249,29 +248,29 @@ class Surface:
             ranks = self._target.ranks[index]
             if not ranks:
                 raise IndexError(f"no rank in [{index.start}:{index.stop}] of {self!r}")
-            return View(self._core, Target(ranks, False), self)
+            return View(self, Target(ranks, False))
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(f"a rank is an int or a slice, not {index!r}")
         try:
             rank = self._target.ranks[index]
         except IndexError:
             raise IndexError(f"no rank {index} in {self!r}") from None
-        return View(self._core, Target((rank,), True), self)
+        return View(self, Target((rank,), True))
 
     def __getattr__(self, name: str) -> Any:
-        core = self.__dict__.get("_core")
-        if core is not None and name in core.methods:
+        catalog = self.__dict__.get("_catalog")
+        if catalog is not None and name in catalog.methods:
             proxy = self._proxy(name)
             self.__dict__[name] = proxy
             return proxy
         raise AttributeError(
             f"{type(self).__name__} has no attribute {name!r}"
-            if core is None
-            else core.no_method(name)
+            if catalog is None
+            else catalog.no_method(name)
         )
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._core.methods})
+        return sorted({*super().__dir__(), *self._catalog.methods})
 
     def rank(self, index: int) -> View:
         """Return the view on one rank; the same as ``wg[index]``."""
@@ -288,24 +287,24 @@ class AnyRank:
     Made by ``wg.any``, also of a view.
     """
 
-    def __init__(self, core: Core, target: Target, parent: Surface) -> None:
-        self._core = core
-        self._target = target
+    def __init__(self, parent: Surface, target: Target, catalog: Catalog) -> None:
         self._parent = parent
+        self._target = target
+        self._catalog = catalog
 
     def __getattr__(self, name: str) -> Proxy:
-        core = self.__dict__.get("_core")
-        if core is None or name not in core.methods:
-            raise AttributeError(name if core is None else core.no_method(name))
+        catalog = self.__dict__.get("_catalog")
+        if catalog is None or name not in catalog.methods:
+            raise AttributeError(name if catalog is None else catalog.no_method(name))
         proxy = self._parent._proxy(name).on_any()  # noqa: SLF001  # made by it
         self.__dict__[name] = proxy
         return proxy
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._core.methods})
+        return sorted({*super().__dir__(), *self._catalog.methods})
 
     def __repr__(self) -> str:
-        return f"<any of ranks {list(self._target.ranks)} of group {self._core.name!r}>"
+        return f"<any of ranks {list(self._target.ranks)} of {self._parent!r}>"
 
 
 class View(Surface):
@@ -314,19 +313,20 @@ class View(Surface):
     Made by ``wg[...]``. It keeps its group, which would end if its user kept the view alone.
     """
 
-    def __init__(self, core: Core, target: Target, parent: Surface) -> None:
-        super().__init__(core, target)
+    def __init__(self, parent: Surface, target: Target) -> None:
+        super().__init__(parent._core, target, parent._catalog)  # noqa: SLF001  # a part of it
         self._parent = parent
 
     def __repr__(self) -> str:
         ranks = self._target.ranks
         shown = str(ranks[0]) if self._target.single else f"{list(ranks)}"
-        return f"<ranks {shown} of group {self._core.name!r}, {self._core.state}>"
+        role = "" if self._catalog.role is None else f"role {self._catalog.role!r} of "
+        return f"<ranks {shown} of {role}group {self._core.name!r}, {self._core.state}>"
 
 
-def inside(surface: Surface) -> tuple[Core, Target]:
-    """Return the inside of a group, and which of its ranks a surface stands for.
+def inside(surface: Surface) -> tuple[Core, Target, Catalog]:
+    """Return the inside of a group, which of its ranks a surface stands for, and for what.
 
     A function, because every attribute of a group is a name that no method can have.
     """
-    return surface._core, surface._target  # noqa: SLF001
+    return surface._core, surface._target, surface._catalog  # noqa: SLF001

@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from asyncwg import _joint
+from asyncwg._catalog import Catalog
 from asyncwg._core import Core
 from asyncwg._job import CallOptions, Job, Target
 from asyncwg._surface import Surface, View, changed_options, inside
-from asyncwg._wire.frames import NO_METHOD, Kind
 from asyncwg.call import Call
 from asyncwg.decorator import CustomMode, Dispatch, Execute, MeshMode
 from asyncwg.errors import UsageError
 
 __all__ = ["Union"]
 
-Jobs = Callable[[Core, Target, tuple[Any, ...], dict[str, Any]], Job]
+Jobs = Callable[[Core, Catalog, Target, tuple[Any, ...], dict[str, Any]], Job]
 """Makes one member's share of a call."""
 
 
@@ -64,8 +64,14 @@ class Union:
             AttributeError: a member's class has no such method.
         """
 
-        def job(core: Core, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-            return core.job_for(target, method_name, args, kwargs)
+        def job(
+            core: Core,
+            catalog: Catalog,
+            target: Target,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Job:
+            return catalog.job_for(target, method_name, args, kwargs, core.options)
 
         return self._submit(job, args, kwargs)
 
@@ -73,15 +79,17 @@ class Union:
         """Run ``function(worker, *args, **kwargs)`` on every rank; a list by rank."""
         if not callable(function):
             raise UsageError(f"run() takes a function, not {function!r}")
-        name = getattr(function, "__name__", "function")
 
-        def job(core: Core, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-            method = core.adhoc(name, f"run({name})", function)
-            return Job(
-                target, method, Dispatch.ALL_TO_ALL, NO_METHOD, args, kwargs, core.options, Kind.RUN
-            )  # fmt: skip
+        def job(
+            core: Core,
+            catalog: Catalog,
+            target: Target,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Job:
+            return catalog.job_of(target, function, args, kwargs, core.options)
 
-        return self._submit(job, (function, *args), kwargs)
+        return self._submit(job, args, kwargs)
 
     def __getitem__(self, rank: int) -> View:
         """Return the view on one rank, counted through the members."""
@@ -96,15 +104,15 @@ class Union:
     def __getattr__(self, name: str) -> UnionProxy:
         members: tuple[Surface, ...] = self.__dict__.get("_members", ())
         for member in members:
-            core, _ = inside(member)
-            if name not in core.methods:
-                raise AttributeError(core.no_method(name))
+            _, _, catalog = inside(member)
+            if name not in catalog.methods:
+                raise AttributeError(catalog.no_method(name))
         if not members:
             raise AttributeError(name)
         return UnionProxy(self, name, {})
 
     def __dir__(self) -> list[str]:
-        common = set.intersection(*(set(inside(member)[0].methods) for member in self._members))
+        common = set.intersection(*(set(inside(member)[2].methods) for member in self._members))
         return sorted({*super().__dir__(), *common})
 
     def __repr__(self) -> str:
@@ -113,10 +121,11 @@ class Union:
     def _submit(self, job: Jobs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call[Any]:
         shares: list[_joint.Member] = []
         for member in self._members:
-            core, (ranks, _) = inside(member)
+            core, (ranks, _), catalog = inside(member)
             target = Target(ranks, False)
             sender = core.sender_for_call()
-            shares.append((sender, sender.calls, job(core, target, args, kwargs), core.name))
+            share = job(core, catalog, target, args, kwargs)
+            shares.append((sender, sender.calls, share, core.name))
         return _joint.submit(shares, self)
 
 
@@ -127,15 +136,15 @@ class UnionProxy:
         self._union = union
         self._name = name
         self._options = options
-        lead, _ = inside(union.members[0])
+        _, _, lead = inside(union.members[0])
         self._mode = lead.modes[name]
         method = lead.methods[name]
         self.__name__ = method.name
         self.__doc__ = method.function.__doc__
         for member in union.members:
-            core, _ = inside(member)
-            other = core.methods[name]
-            if core.modes[name] != self._mode:
+            _, _, catalog = inside(member)
+            other = catalog.methods[name]
+            if catalog.modes[name] != self._mode:
                 raise UsageError(
                     f"{method.label} and {other.label} are registered with different dispatch modes: "
                     "in a union both ranks' arguments are given out by one"
@@ -164,8 +173,14 @@ class UnionProxy:
             GroupBrokenError: a member broke.
         """
 
-        def job(core: Core, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-            method = core.methods[self._name]
+        def job(
+            core: Core,
+            catalog: Catalog,
+            target: Target,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Job:
+            method = catalog.methods[self._name]
             if not isinstance(self._mode, CustomMode):
                 try:
                     inspect.signature(method.function).bind(None, *args, **kwargs)
@@ -173,7 +188,7 @@ class UnionProxy:
                     raise TypeError(f"{method.label}: {error}") from None
             own = {"timeout": method.options.timeout, "uneven": method.options.uneven}
             options = replace(core.options, **{**own, **self._options})
-            number = core.numbers[method.name]
+            number = catalog.numbers[self._name]
             return Job(target, method, self._mode, number, args, kwargs, options)
 
         return self._union._submit(job, args, kwargs)  # noqa: SLF001  # its other half
@@ -189,7 +204,7 @@ def _check_members(members: Sequence[Surface]) -> None:
     for member in members:
         if not isinstance(member, Surface):
             raise UsageError(f"a union takes groups and views of groups, not {member!r}")
-        core, target = inside(member)
+        core, target, _ = inside(member)
         ranks = {(id(core), rank) for rank in target.ranks}
         if not seen.isdisjoint(ranks):
             raise UsageError(f"{member!r} is in the union twice: a rank runs a call once")

@@ -53,6 +53,9 @@ CollectFn = Callable[[Any, list[Any]], Any]
 REGISTERED: Final = "_asyncwg_method"
 """Attribute of a registered function that holds its `MethodOptions`."""
 
+ROLES: Final = "_asyncwg_roles"
+"""Attribute of a colocated class that holds what is built in each of its processes, by role."""
+
 
 class _DynamicEnum(type):
     """Metaclass of enums that users may extend while the program runs, as verl's are."""
@@ -282,16 +285,32 @@ class MethodOptions:
 Kind = Literal["def", "async def", "generator", "async generator"]
 
 
+class Address(NamedTuple):
+    """Where a rank finds a method: two names, because one string could mean several pairs."""
+
+    role: str | None
+    """None for the worker itself."""
+    name: str
+    """Attribute on the class."""
+
+
 class Method(NamedTuple):
     """A method of a worker class as the controller sees it."""
 
     name: str
     """Attribute on the class."""
     label: str
-    """``Class.method``, for messages."""
+    """``Class.method``, or ``role.Class.method``, for messages."""
     options: MethodOptions
     kind: Kind
     function: Callable[..., Any]
+    role: str | None = None
+    """Which of the objects that share a process has it; None for the worker itself."""
+
+    @property
+    def address(self) -> Address:
+        """Where a rank finds it."""
+        return Address(self.role, self.name)
 
     @property
     def is_async(self) -> bool:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from asyncwg import distributed
+from asyncwg._catalog import catalogs_of, roles_of
 from asyncwg._core import Core
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._job import CallOptions, nearest
 from asyncwg._restart import RestartPolicy
-from asyncwg._surface import Surface, View
+from asyncwg._surface import Proxy, Surface, View
 from asyncwg._union import Union
-from asyncwg.decorator import (
-    Method,
-    kind_of,
-    methods_of,
-)
-from asyncwg.errors import (
-    UsageError,
-    WorkerGroupError,
-)
+from asyncwg.decorator import Method
+from asyncwg.errors import UsageError, WorkerGroupError
 from asyncwg.mesh import check_mesh
 from asyncwg.resource_pool import ResourcePool
 
@@ -137,6 +131,9 @@ class WorkerGroup(Surface):
         UsageError: a value that can't be right, or a method whose name is the group's own.
     """
 
+    _parent: WorkerGroup | None = None
+    """Of the group of one role: the group of all."""
+
     def __init__(
         self,
         resource_pool: ResourcePool,
@@ -162,18 +159,20 @@ class WorkerGroup(Surface):
             unknown, resource_pool, cls_with_init, start_method, executor, error_grace, hang_after
         )
         cls = cls_with_init.cls
-        methods = methods_of(cls)
-        _refuse_reserved(methods)
-        limits = {m.name: m.options.max_concurrency for m in methods.values()}
+        catalogs, methods = catalogs_of(cls)
+        for catalog in catalogs.values():
+            _refuse_reserved(catalog.methods)
+        limits = {number: m.options.max_concurrency for number, m in enumerate(methods)}
         spec = Spec(
             name=_check_name(cls.__name__ if name is None else name),
             cls=cls,
             args=cls_with_init.args,
             kwargs=dict(cls_with_init.kwargs),
-            names=sorted({method.name for method in methods.values()}),
-            limits={key: limit for key, limit in limits.items() if limit is not None},
-            to_device=[m.name for m in methods.values() if m.options.to_device],
-            has_async=_has_async(cls),
+            roles=roles_of(cls),
+            addresses=[method.address for method in methods],
+            limits={number: limit for number, limit in limits.items() if limit is not None},
+            to_device=[number for number, m in enumerate(methods) if m.options.to_device],
+            has_async=any(catalog.has_async for catalog in catalogs.values()),
             local_ranks=resource_pool.local_rank_list(),
             local_world_sizes=resource_pool.local_world_size_list(),
             worker_env=distributed.check_worker_env(worker_env),
@@ -188,14 +187,16 @@ class WorkerGroup(Surface):
         core = Core(
             spec,
             resource_pool,
-            methods,
+            catalogs,
             CallOptions(on_error=on_error),
             start_timeout=start_timeout,
             hang_after=hang_after,
             on_hang=on_hang,
             policy=restart,
         )
-        super().__init__(core, core.everyone)
+        super().__init__(core, core.everyone, core.catalog)
+        self._fused: set[str] = set()
+        self._proxies_of_roles: dict[tuple[str | None, str], Proxy] = {}
 
     @property
     def resource_pool(self) -> ResourcePool:
@@ -204,8 +205,9 @@ class WorkerGroup(Surface):
 
     @property
     def name(self) -> str:
-        """The group's name."""
-        return self._core.name
+        """The group's name; ``group.role`` for the group of one role."""
+        role = self._catalog.role
+        return self._core.name if role is None else f"{self._core.name}.{role}"
 
     @property
     def state(self) -> str:
@@ -226,7 +228,7 @@ class WorkerGroup(Surface):
     @property
     def worker_names(self) -> list[str]:
         """``name:rank``, by rank."""
-        return [f"{self.name}:{rank}" for rank in self._target.ranks]
+        return [f"{self._core.name}:{rank}" for rank in self._target.ranks]
 
     @property
     def workers(self) -> list[View]:
@@ -249,9 +251,91 @@ class WorkerGroup(Surface):
         Raises:
             DispatchError: the mesh is not registered on every rank, or has gaps or two collectors.
         """
-        gang = self._core.running()
-        table = gang.meshes.get(mesh, [None] * self.world_size)
-        return check_mesh(mesh, table).dp_size
+        meshes = self._core.running().meshes.get(self._catalog.role, {})
+        return check_mesh(mesh, meshes.get(mesh, [None] * self.world_size)).dp_size
+
+    def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, WorkerGroup]:
+        """Return a group for each role of a colocated class, by role; all over the same processes.
+
+        Such a group has the proxies of its role's methods, and meshes of its own. What concerns the processes
+        is the same for all: ``shutdown``, ``restart`` and ``save`` of one are those of all, and the
+        processes live as long as any of the groups does.
+
+        Args:
+            prefix_set: the roles; None for all.
+
+        Raises:
+            UsageError: there is no such role.
+        """
+        return {role: self._of_role(role) for role in self._roles(prefix_set)}
+
+    def fuse(self, prefix_set: Iterable[str] | None = None) -> None:
+        """Put the groups that `spawn` returns on this one: ``wg.actor``, ``wg.critic``.
+
+        Args:
+            prefix_set: the roles; None for all.
+
+        Raises:
+            UsageError: there is no such role, or its name can't be an attribute here. Nothing is changed.
+        """
+        roles = self._roles(prefix_set)
+        for role in roles:
+            taken = role in RESERVED or hasattr(type(self), role) or role in self._catalog.methods
+            if taken or not role.isidentifier():
+                raise UsageError(
+                    f"role {role!r} can't be an attribute of {self!r}: "
+                    f"{'it has one of that name' if taken else 'that is no name'}. Use "
+                    f"spawn([{role!r}])[{role!r}], or call the role something else"
+                )
+        self._fused.update(roles)
+
+    def _roles(self, chosen: Iterable[str] | None) -> list[str]:
+        known = [role for role in self._core.catalogs if role is not None]
+        if self._catalog.role is not None or not known:
+            raise UsageError(
+                f"{self!r} has no roles: spawn and fuse are for the group of a class that "
+                "create_colocated_worker_cls has made"
+            )
+        if isinstance(chosen, str):
+            raise UsageError(f"roles are given as a set or list of names, not as {chosen!r}")
+        roles = known if chosen is None else list(chosen)
+        for role in roles:
+            if role not in known:
+                raise UsageError(f"{self!r} has no role {role!r}; it has {known}")
+        return roles
+
+    def _of_role(self, role: str) -> WorkerGroup:
+        # Not kept here: it keeps this group, and a circle of both would outlive their user.
+        group = WorkerGroup.__new__(WorkerGroup)
+        Surface.__init__(group, self._core, self._target, self._core.catalogs[role])
+        group._parent = self  # noqa: SLF001  # one of us
+        return group
+
+    def _proxy(self, name: str) -> Proxy:
+        parent = self._parent
+        if parent is None:
+            return super()._proxy(name)
+        # Kept there, for a group that `fuse` has put there is made anew each time it is looked up.
+        known = parent._proxies_of_roles  # noqa: SLF001  # one of us
+        key = self._catalog.role, name
+        if key not in known:
+            known[key] = super()._proxy(name)
+        return known[key]
+
+    def __getattr__(self, name: str) -> Any:
+        fused = self.__dict__.get("_fused", ())
+        if name in fused:
+            return self._of_role(name)
+        core = self.__dict__.get("_core")
+        if core is not None and self._parent is None and name in core.catalogs:
+            raise AttributeError(
+                f"{name!r} is a role of {self!r}: say fuse([{name!r}]) first, or use "
+                f"spawn([{name!r}])[{name!r}]"
+            )
+        return super().__getattr__(name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__dict__.get("_fused", ())})
 
     async def stacks(self, timeout: float = 2.0) -> Stacks:
         """Return the Python stacks of all ranks; ``str()`` of them is a report, equal ones folded.
@@ -289,7 +373,7 @@ class WorkerGroup(Surface):
 
     def __repr__(self) -> str:
         return (
-            f"<WorkerGroup {self.name!r} of {self.world_size} x {self._core.cls.__name__}, "
+            f"<WorkerGroup {self.name!r} of {self.world_size} x {self._catalog.cls.__name__}, "
             f"{self.state}>"
         )
 
@@ -319,7 +403,7 @@ class WorkerGroup(Surface):
 
     async def __aenter__(self) -> Self:
         """Start it; see `start`."""
-        await self._core.start(self)
+        await self._core.start(self if self._parent is None else self._parent)
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
@@ -383,14 +467,6 @@ def _refuse_reserved(methods: Mapping[str, Method]) -> None:
                 f"{method.label} has a name that WorkerGroup.{proxy} has already: give the proxy "
                 f"another one with @register(..., name={'worker_' + proxy!r})"
             )
-
-
-def _has_async(cls: type) -> bool:
-    return any(
-        kind_of(member) in ("async def", "async generator")
-        for name in dir(cls)
-        if callable(member := inspect.getattr_static(cls, name, None))
-    )
 
 
 def _check_name(name: str) -> str:

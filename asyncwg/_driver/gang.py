@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ from asyncwg.errors import (
     WorkerGroupError,
     WorkerStartError,
 )
+from asyncwg.mesh import learn_meshes
 
 _RESULT: Final = int(Kind.RESULT)
 _POLITE_SHARE: Final = 0.75
@@ -93,7 +94,8 @@ class Gang:
         self.on_break: Callable[[Exception], None] | None = None
         """Called, in the loop's next turn, with what has broken the group."""
         self.closed = False
-        self.meshes: dict[str, list[tuple[int, bool] | None]] = {}
+        self.meshes: dict[str | None, dict[str, list[tuple[int, bool] | None]]] = {}
+        """By role (None for the worker itself) and the mesh's name."""
         self._oom_before = oom_kills()
         self._ranks = [
             Rank(loop, index, self._receive, self._lost, has_async=launch.has_async)
@@ -248,7 +250,8 @@ class Gang:
         elif kind == Kind.RELEASE:
             self.transfers.released(rank, body)
         elif kind == Kind.MESHES:
-            self._learn_meshes(rank, codec.decode(*unpack(body, n_buffers)))
+            told = codec.decode(*unpack(body, n_buffers))
+            learn_meshes(self.meshes, told, rank, len(self._ranks))
         elif kind == Kind.STOPPED:
             self._stopped(rank)
         elif kind in (Kind.HELD, Kind.STARTED):
@@ -363,12 +366,6 @@ class Gang:
         )
         error.__cause__ = cause
         return error
-
-    def _learn_meshes(self, rank: int, told: Mapping[str, Mapping[str, Any]]) -> None:
-        collects = told["collect_dp_rank"]
-        for mesh, dp_rank in told["dispatch_dp_rank"].items():
-            table = self.meshes.setdefault(mesh, [None] * len(self._ranks))
-            table[rank] = (dp_rank, bool(collects[mesh]))
 
     def _stopped(self, rank: int) -> None:
         if self._ranks[rank].state is not RankState.DEAD:

@@ -13,7 +13,8 @@ from asyncwg._driver.arena import arena
 from asyncwg._driver.guardian import Guardian
 from asyncwg._driver.output import Output
 from asyncwg._wire import codec, failures
-from asyncwg._wire.launch import SESSION_VARIABLE, BootRecord
+from asyncwg._wire.launch import SESSION_VARIABLE, BootRecord, Init
+from asyncwg.decorator import Address
 from asyncwg.errors import UsageError
 
 
@@ -26,12 +27,14 @@ class Spec:
     cls: type
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    names: Sequence[str]
-    """Methods by number."""
-    limits: Mapping[str, int]
-    """How many calls of an ``async def`` method may run at once, by its name."""
-    to_device: Sequence[str]
-    """Methods whose tensors are placed on the rank's device."""
+    roles: Mapping[str, Any]
+    """The ``ClassWithInitArgs`` of each role of a colocated class; empty for another."""
+    addresses: Sequence[Address]
+    """Of the registered methods, by number."""
+    limits: Mapping[int, int]
+    """How many calls of an ``async def`` method may run at once, by its number."""
+    to_device: Sequence[int]
+    """Numbers of the methods whose tensors are placed on the rank's device."""
     has_async: bool
     local_ranks: Sequence[int]
     local_world_sizes: Sequence[int]
@@ -56,7 +59,7 @@ class Launch(NamedTuple):
     records: Sequence[BootRecord]
     output: Output
     init: codec.Encoded
-    """``(cls, args, kwargs, method names, concurrency limits)``."""
+    """An `Init`."""
     has_async: bool
     fresh: bool
     """Whether each rank is a fresh interpreter instead of a fork of the guardian."""
@@ -154,21 +157,18 @@ def encode_init(spec: Spec) -> codec.Encoded:
     """
     try:
         return codec.encode(
-            (
+            Init(
                 spec.cls,
                 spec.args,
                 dict(spec.kwargs),
-                list(spec.names),
+                list(spec.roles),
+                list(spec.addresses),
                 dict(spec.limits),
                 list(spec.to_device),
             )
         )
     except Exception as error:
-        for value, name in (
-            (spec.cls, f"class {spec.cls.__qualname__}"),
-            (spec.args, "the positional arguments of its __init__"),
-            (spec.kwargs, "the keyword arguments of its __init__"),
-        ):
+        for value, name in (*_parts_of_roles(spec), *_parts_of_class(spec)):
             try:
                 codec.encode(value)
             except Exception:  # noqa: BLE001  # this is the one we look for
@@ -178,3 +178,22 @@ def encode_init(spec: Spec) -> codec.Encoded:
                     f"can't be pickled: {failures.text_of(error)}"
                 ) from error
         raise
+
+
+def _parts_of_class(spec: Spec) -> list[tuple[Any, str]]:
+    return [
+        (spec.cls, f"class {spec.cls.__qualname__}"),
+        (spec.args, "the positional arguments of its __init__"),
+        (spec.kwargs, "the keyword arguments of its __init__"),
+    ]
+
+
+def _parts_of_roles(spec: Spec) -> list[tuple[Any, str]]:
+    parts: list[tuple[Any, str]] = []
+    for role, built in spec.roles.items():
+        parts += [
+            (built.cls, f"class {built.cls.__qualname__} of role {role!r}"),
+            (built.args, f"the positional arguments of role {role!r}"),
+            (built.kwargs, f"the keyword arguments of role {role!r}"),
+        ]
+    return parts

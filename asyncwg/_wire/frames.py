@@ -39,7 +39,11 @@ MMAP_FROM: Final = 1 << 20
 MAX_BODY: Final = 1 << 48
 """Bytes. A header that claims more is broken: it is more than the address space holds."""
 NO_METHOD: Final = 0xFFFF
-"""``aux`` of a call whose method has no number; its name is among the extras."""
+"""``aux`` of a call whose method has no number; its name is among the extras, or it is a function.
+
+``NO_METHOD - i`` is such a call to the i-th role, counted from 1."""
+UNNUMBERED: Final = 0xFF00
+"""From here on ``aux`` is no method's number."""
 
 
 class Kind(enum.IntEnum):

@@ -6,7 +6,10 @@ import json
 import signal
 import socket
 import zlib
-from typing import Any, Final, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypedDict
+
+from asyncwg.decorator import Address
 
 SESSION_VARIABLE: Final = "ASYNCWG_SESSION"
 """Names the group's session in the environment of all that a worker starts."""
@@ -35,6 +38,22 @@ class BootRecord(TypedDict):
     """Threads for torch, or None where the user has set the number."""
     preload: list[str]
     arena_size: int
+
+
+class Init(NamedTuple):
+    """What a rank builds, and how calls name what it has built."""
+
+    cls: type
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    roles: Sequence[str]
+    """Of the objects that a colocated class builds."""
+    addresses: Sequence[Address]
+    """Of the registered methods, by number."""
+    limits: Mapping[int, int]
+    """How many calls of an ``async def`` method may run at once, by the method's number."""
+    to_device: Sequence[int]
+    """Numbers of the methods whose tensors are placed on the rank's device."""
 
 
 class Descriptors(TypedDict):

@@ -18,7 +18,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Final
 
 from asyncwg._transport.aio import SocketChannel
@@ -103,7 +103,7 @@ class ComputeLane:
         service = self._service
         assert service is not None
         try:
-            call, function, args, kwargs, is_stream = service.request(
+            call, function, args, kwargs, is_stream, _ = service.request(
                 call_id, kind, flags, aux, n_buffers, body
             )
         except BaseException as error:  # noqa: BLE001  # a user's unpickling: its error is the answer
@@ -180,10 +180,10 @@ class ComputeLane:
 class AsyncLane:
     """Runs ``async def`` methods as tasks, started in the order of their calls."""
 
-    def __init__(self, sock: socket.socket, limits: dict[str, int]) -> None:
+    def __init__(self, sock: socket.socket, limits: Mapping[int, int]) -> None:
         self.gate = Gate(self._unpark)
         self._sock = sock
-        self._limits = {name: asyncio.Semaphore(limit) for name, limit in limits.items()}
+        self._limits = {number: asyncio.Semaphore(limit) for number, limit in limits.items()}
         self._service: Service | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._begun: set[int] = set()
@@ -265,7 +265,7 @@ class AsyncLane:
         try:
             if call.cancelled:  # before it could start
                 raise asyncio.CancelledError
-            limit = self._limits.get(call.method.rpartition(".")[2])
+            limit = self._limits.get(request.number)
             if limit is None:
                 value = await self._bounded(service, request)
             else:

@@ -9,16 +9,18 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from asyncwg import _linux as linux
 from asyncwg import distributed
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import Kind, pack, unpack
-from asyncwg._wire.launch import Descriptors
+from asyncwg._wire.launch import Descriptors, Init
 from asyncwg._worker.blocks import Blocks
 from asyncwg._worker.boot import prepare, read_record
 from asyncwg._worker.lanes import AsyncLane, ComputeLane, ControlLane
+from asyncwg._worker.parts import Objects, blaming, hooks_of, objects_of, raise_together
 from asyncwg._worker.service import Service, UnreadableError
 
 
@@ -39,16 +41,16 @@ def _serve(compute: ComputeLane, control: ControlLane, blocks: Blocks, lane_fd: 
     body, n_buffers, init_id = compute.wait_for(Kind.INIT)
     lane: AsyncLane | None = None
     try:
-        cls, args, kwargs, names, limits, to_device = _read_init(body, n_buffers)
+        init = _read_init(body, n_buffers)
         if lane_fd is not None:
-            lane = AsyncLane(socket.socket(fileno=lane_fd), limits)
-        worker = cls(*args, **kwargs)
-        _call_hook(worker, "setup", lane)
+            lane = AsyncLane(socket.socket(fileno=lane_fd), init.limits)
+        objects = objects_of(init.cls(*init.args, **init.kwargs), init.roles)
+        _set_up(objects, lane)
     except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
-        compute.channel.send(Service(None, (), blocks, ()).failure(init_id, error, skip_frames=1))
+        compute.channel.send(Service({}, (), blocks, ()).failure(init_id, error, skip_frames=1))
         control.exit_asked.wait()
         return 1
-    service = Service(worker, names, blocks, to_device)
+    service = Service(objects, init.addresses, blocks, init.to_device)
     if lane is not None:
         control.attach(lane)
         lane.serve(service)
@@ -60,20 +62,22 @@ def _serve(compute: ComputeLane, control: ControlLane, blocks: Blocks, lane_fd: 
     try:
         if lane is not None:
             lane.stop()
-        _call_hook(worker, "close", lane)
+        _close(objects, lane)
         compute.channel.send(pack(Kind.STOPPED, stop_id))
     except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
         compute.channel.send(service.failure(stop_id, error, skip_frames=1))
-    del worker, service.worker
+    del objects
+    service.forget()
     # Ranks leave when all have closed, so that nobody loses a peer it still talks to.
     control.exit_asked.wait()
     return 0
 
 
-def _read_init(body: memoryview, n_buffers: int) -> Any:
+def _read_init(body: memoryview, n_buffers: int) -> Init:
     stream, buffers = unpack(body, n_buffers)
     try:
-        return codec.decode(stream, buffers)
+        init: Init = codec.decode(stream, buffers)
+        return init
     except BaseException as error:
         raise UnreadableError(
             f"the worker's class or its arguments can't be unpickled in the worker: "
@@ -81,10 +85,25 @@ def _read_init(body: memoryview, n_buffers: int) -> Any:
         ) from error
 
 
-def _call_hook(worker: Any, name: str, lane: AsyncLane | None) -> None:
-    hook = getattr(worker, name, None)
-    if not callable(hook):
-        return
+def _set_up(objects: Objects, lane: AsyncLane | None) -> None:
+    for role, hook in hooks_of(objects, "setup"):
+        with blaming(role, "setup()"):
+            _call_hook(hook, lane)
+
+
+def _close(objects: Objects, lane: AsyncLane | None) -> None:
+    """Run every ``close()``, also after one has failed."""
+    errors: list[BaseException] = []
+    for role, hook in hooks_of(objects, "close"):
+        try:
+            with blaming(role, "close()"):
+                _call_hook(hook, lane)
+        except BaseException as error:  # noqa: BLE001  # raised below, when all have closed
+            errors.append(error)
+    raise_together(errors)
+
+
+def _call_hook(hook: Callable[[], Any], lane: AsyncLane | None) -> None:
     value = hook()
     if inspect.iscoroutine(value):
         if lane is None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from asyncwg._wire import codec, failures, staging
-from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, STREAM, Buffer, Kind, pack
+from asyncwg._wire.frames import EXTRAS, NO_METHOD, NONE, STREAM, UNNUMBERED, Buffer, Kind, pack
 from asyncwg._wire.shipment import Shipment, shipment
 from asyncwg._wire.sources import inline
 from asyncwg._worker.blocks import Blocks
 from asyncwg._worker.context import CurrentCall
+from asyncwg._worker.parts import Objects
+from asyncwg.decorator import Address
 from asyncwg.errors import AsyncwgError
 
 
@@ -27,21 +29,47 @@ class Request(NamedTuple):
     kwargs: dict[str, Any]
     is_stream: bool = False
     """Whether the function is a generator whose items are wanted one by one."""
+    number: int = NO_METHOD
+    """The method's, where it is registered."""
 
 
 class Service:
-    """The user's object and the numbers of its methods."""
+    """The user's objects and the numbers of their methods.
+
+    Args:
+        objects: by role; the worker itself under None.
+        addresses: the registered methods, by number.
+        blocks: where large values stand.
+        to_device: numbers of the methods whose tensors are placed on the rank's device.
+    """
 
     def __init__(
-        self, worker: Any, names: Sequence[str], blocks: Blocks, to_device: Sequence[str]
+        self,
+        objects: Objects,
+        addresses: Sequence[Address],
+        blocks: Blocks,
+        to_device: Collection[int],
     ) -> None:
-        self.worker = worker
         self.blocks = blocks
-        self._names = names
-        self._label = type(worker).__name__
-        self._labels = [f"{self._label}.{name}" for name in names]
+        self._objects = objects
+        self._addresses = addresses
+        self._roles = [None, *(role for role in objects if role is not None)]
+        self._numbers = {address: number for number, address in enumerate(addresses)}
+        self._labels = [self._label(address) for address in addresses]
+        self._owners = [objects[address.role] for address in addresses]
+        self._names = [address.name for address in addresses]
         self._to_device = frozenset(to_device)
         self._reported = 0
+
+    def forget(self) -> None:
+        """Let go of the user's objects: no call comes any more."""
+        self._objects = {}
+        self._owners = []
+
+    def _label(self, address: Address) -> str:
+        role, name = address
+        label = f"{type(self._objects[role]).__name__}.{name}"
+        return label if role is None else f"{role}.{label}"
 
     def request(
         self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
@@ -52,10 +80,10 @@ class Service:
             UnreadableError: the arguments don't unpickle here.
             AttributeError: there is no such method.
         """
-        if flags & NONE and aux != NO_METHOD:
+        if flags & NONE and aux < UNNUMBERED:
             call = CurrentCall(call_id, self._labels[aux])
-            function = getattr(self.worker, self._names[aux])
-            return Request(call, function, (), {}, flags & STREAM != 0)
+            function = getattr(self._owners[aux], self._names[aux])
+            return Request(call, function, (), {}, flags & STREAM != 0, aux)
         extras: dict[str, Any] = {}
         args: Sequence[Any] = ()
         kwargs: dict[str, Any] = {}
@@ -65,9 +93,9 @@ class Service:
             try:
                 value = codec.decode(stream, buffers)
             except BaseException as error:
-                label = self._names[aux] if aux < len(self._names) else "the call"
+                label = self._labels[aux] if aux < len(self._labels) else "the call"
                 raise UnreadableError(
-                    f"the arguments of {self._label}.{label} can't be unpickled in the worker: "
+                    f"the arguments of {label} can't be unpickled in the worker: "
                     f"{type(error).__name__}: {failures.text_of(error)}"
                 ) from error
             if flags & EXTRAS:
@@ -77,22 +105,22 @@ class Service:
         if kind == Kind.RUN:
             function, *rest = value[0]
             label = getattr(function, "__name__", "run")
-            args = (self.worker, *rest)
-        elif aux != NO_METHOD:
+            args = (self._objects[self._roles[NO_METHOD - aux]], *rest)
+        elif aux < UNNUMBERED:
             label = self._labels[aux]
-            name = self._names[aux]
-            function = getattr(self.worker, name)
-            if name in self._to_device:
+            function = getattr(self._owners[aux], self._names[aux])
+            if aux in self._to_device:
                 args, kwargs = self._placed(args, kwargs)
         else:
-            name = extras["name"]
-            label = f"{self._label}.{name}"
-            function = getattr(self.worker, name)
+            address = Address(self._roles[NO_METHOD - aux], extras["name"])
+            label = self._label(address)
+            aux = self._numbers.get(address, NO_METHOD)
+            function = getattr(self._objects[address.role], address.name)
         if extras:
             call = CurrentCall(call_id, label, extras.get("rows"), extras.get("timeout"))
         else:
             call = CurrentCall(call_id, label)
-        return Request(call, function, args, kwargs, flags & STREAM != 0)
+        return Request(call, function, args, kwargs, flags & STREAM != 0, aux)
 
     def _placed(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -153,12 +181,19 @@ class Service:
         return self.failure(call_id, unsendable("the result", method, value, error))
 
     def meshes(self) -> list[Buffer] | None:
-        """Encode the meshes of the worker when some are new, else None."""
-        version: int = getattr(self.worker, "_mesh_version", 0)
+        """Encode the meshes of all objects, by role, when some are new, else None."""
+        version = 0
+        for each in self._objects.values():
+            version += getattr(each, "_mesh_version", 0)
         if version == self._reported:
             return None
         self._reported = version
-        return pack(Kind.MESHES, 0, codec.encode(self.worker.get_dispatch_collect()).stream)
+        told = {
+            role: each.get_dispatch_collect()
+            for role, each in self._objects.items()
+            if getattr(each, "_mesh_version", 0)
+        }
+        return pack(Kind.MESHES, 0, codec.encode(told).stream)
 
 
 def unsendable(what: str, method: str, value: Any, error: BaseException) -> TypeError:

@@ -30,7 +30,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_job",),
     ("_waiting",),
     ("_sender",),
-    ("_inline", "_restart", "_testing"),
+    ("_catalog", "_inline", "_restart", "_testing"),
     ("_generation",),
     ("_core",),
     ("_surface", "_joint"),

@@ -15,6 +15,7 @@ from asyncwg._worker.blocks import Blocks
 from asyncwg._worker.context import CurrentCall
 from asyncwg._worker.lanes import AsyncLane, ComputeLane
 from asyncwg._worker.service import Request, Service
+from asyncwg.decorator import Address
 
 BOUND = 10.0
 """Seconds that an answer is given."""
@@ -35,7 +36,7 @@ def ends() -> Iterator[tuple[AsyncLane, socket.socket]]:
     ours.settimeout(BOUND)
     lane = AsyncLane(theirs, {})
     blocks: Any = None
-    lane.serve(Service(Worker(), [], blocks, ()))
+    lane.serve(Service({None: Worker()}, [], blocks, ()))
     yield lane, ours
     loop = lane._loop
     channel = lane._channel
@@ -92,7 +93,7 @@ def test_a_worker_whose_answer_nobody_takes_leaves_without_a_word() -> None:
     blocks: Any = Blocks(os.memfd_create("blocks"), 4096)
     ours.sendall(HEADER.pack(0, 1, Kind.CALL, NONE, 0, 0))
     with pytest.raises(SystemExit) as caught:
-        lane.serve(Service(Closing(), ["step"], blocks, ()))
+        lane.serve(Service({None: Closing()}, [Address(None, "step")], blocks, ()))
     assert caught.value.code == 0
     os.close(blocks.woken)
     lane.channel.close()

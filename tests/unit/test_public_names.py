@@ -15,7 +15,13 @@ import asyncwg
 NAMES: Final[dict[str, frozenset[str]]] = {
     "blocking": frozenset({"WorkerGroup"}),
     "call": frozenset({"Call"}),
-    "colocated": frozenset({"create_colocated_worker_cls"}),
+    "colocated": frozenset(
+        {
+            "create_colocated_worker_cls",
+            "create_colocated_worker_cls_fused",
+            "create_colocated_worker_raw_cls",
+        }
+    ),
     "decorator": frozenset(
         {
             "Dispatch",
