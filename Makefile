@@ -8,7 +8,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help test check fix demo bench chaos soak docs clean
+.PHONY: help test check fix demo ppo bench chaos soak docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):.*## */  \1\t/' | expand -t 12
@@ -46,6 +46,9 @@ fix: $(VENV)/.installed-dev  ## mend what ruff can mend
 
 demo: $(VENV)/.installed-demo  ## train on handwritten digits, on every GPU or two CPU workers
 	$(BIN)/python docs/examples/train_digits.py $(ARGS)
+
+ppo: $(VENV)/.installed-demo  ## train actor, critic and reference in the same processes to balance a pole
+	$(BIN)/python docs/examples/ppo_colocated.py $(ARGS)
 
 # The peers ask for versions of their own, so they have a folder of their own.
 bench: .venv-bench/.installed  ## measure, also against what others made
