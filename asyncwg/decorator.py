@@ -45,7 +45,7 @@ Uneven = Literal["error", "allow", "pad"]
 """What to do with rows that don't divide by the ranks; see `register`."""
 
 DispatchFn = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
-"""``(group, *args, **kwargs) -> (args, kwargs)``, each value a list with one item per rank."""
+"""``(group, *args, **kwargs) -> (args, kwargs)``, each value a list with one item per rank, or a marker."""
 
 CollectFn = Callable[[Any, list[Any]], Any]
 """``(group, outputs) -> result``; ``outputs`` has one item per rank."""
@@ -228,7 +228,7 @@ def register_dispatch_mode(
     Args:
         dispatch_mode_name: upper-cased; `ValueError` if it exists.
         dispatch_fn: ``(group, *args, **kwargs) -> (args, kwargs)``; each value must be a list
-            with one item per rank.
+            with one item per rank, or a marker: `Shard`, `Replicate`, `PerRank`.
         collect_fn: ``(group, outputs) -> result``, with one output per rank.
     """
     member: Dispatch = Dispatch.register(dispatch_mode_name)
