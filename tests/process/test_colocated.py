@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from asyncwg import (
     ClassWithInitArgs,
     Dispatch,
     DispatchError,
+    GroupBrokenError,
     GroupClosedError,
     PerRank,
     UsageError,
     Worker,
+    WorkerDiedError,
     WorkerGroup,
     WorkerGroupError,
     WorkerStartError,
@@ -361,6 +364,73 @@ async def test_a_role_tells_its_name_and_the_state_of_its_processes() -> None:
 async def test_a_call_of_one_role_is_an_argument_for_another(wg: WorkerGroup) -> None:
     actor, critic = wg.spawn(["actor", "critic"]).values()
     assert await bounded(critic.tag(actor.tag([7, 8]))) == [((7, 0, 1), 0, 2), ((8, 1, 1), 1, 2)]
+
+
+@EXECUTORS
+async def test_generator_methods_of_a_role_are_read_item_by_item(executor: str) -> None:
+    class Counting(Role):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def upwards(self, stop: int) -> Iterator[int]:
+            yield from range(self.value, stop)
+
+    roles: Roles = {"one": ClassWithInitArgs(Role), "counting": ClassWithInitArgs(Counting, 4)}
+    async with colocated(roles, ranks=1, executor=executor) as wg:
+
+        async def read() -> list[tuple[int, int]]:
+            return [pair async for pair in wg.spawn()["counting"].upwards(7)]
+
+        assert await bounded(read()) == [(0, 4), (0, 5), (0, 6)]
+
+
+async def test_any_rank_of_a_role_takes_a_call(wg: WorkerGroup) -> None:
+    critic = wg.spawn()["critic"]
+    assert await bounded(critic.any.get()) == 2
+    assert not hasattr(critic.any, "nonesuch")
+
+    async def mapped() -> list[int]:
+        return [value async for value in critic.map(Role.add, [0, 0, 0])]
+
+    assert await bounded(mapped()) == [2, 2, 2]
+
+
+async def test_roles_of_different_groups_are_called_as_one() -> None:
+    others: Roles = {
+        "plain": ClassWithInitArgs(Plain, 0),
+        "extra": ClassWithInitArgs(Role, 5),
+        "rollout": ClassWithInitArgs(Role, 7),
+    }
+    async with colocated(two()) as train, colocated(others, ranks=1) as infer:
+        both = WorkerGroup.union(train.spawn()["critic"], infer.spawn()["rollout"])
+        assert await bounded(both.get()) == [2, 2, 7]
+        assert await bounded(both.run(lambda role, more: role.value + more, 1)) == [3, 3, 8]
+        assert await bounded(both.execute_all("unregistered", "x")) == [
+            ("x", 2),
+            ("x", 2),
+            ("x", 7),
+        ]
+        assert await bounded(both.tag([1, 2, 3])) == [(1, 0, 2), (2, 1, 2), (3, 0, 7)]
+
+
+async def test_roles_of_one_process_are_no_union() -> None:
+    roles = colocated(two()).spawn()
+    with pytest.raises(UsageError, match="is in the union twice"):
+        WorkerGroup.union(roles["actor"], roles["critic"])
+
+
+async def test_a_death_in_one_role_breaks_all_for_they_share_the_process() -> None:
+    async with colocated(two(), ranks=1) as wg:
+        actor, critic = wg.spawn(["actor", "critic"]).values()
+        with pytest.raises(WorkerDiedError, match=r"actor\.run\(_exit\)"):
+            await bounded(actor.run(_exit))
+        assert critic.state == "broken"
+        with pytest.raises(GroupBrokenError):
+            critic.get()
+        await bounded(critic.restart())
+        assert await bounded(actor.get()) == [1]
+
+
+def _exit(_role: Role) -> None:
+    os._exit(3)
 
 
 async def test_an_error_tells_the_role(wg: WorkerGroup) -> None:
