@@ -34,7 +34,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_generation",),
     ("_core",),
     ("_surface", "_joint"),
-    ("_union",),
+    ("_roles", "_union"),
     ("worker_group",),
     ("colocated", "blocking", "testing"),
     ("", "__main__"),
