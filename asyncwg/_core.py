@@ -355,6 +355,7 @@ class Core:
                     stderr_tail=cause.stderr_tail,
                     crash_stack=cause.crash_stack,
                     oom_killed=cause.oom_killed,
+                    guardian_pid=cause.guardian_pid,
                     method=label,
                     stderr_note=cause.stderr_note,
                 )

@@ -140,6 +140,8 @@ class WorkerDiedError(AsyncwgError):
         method: the method that was running or waiting, or None.
         call_id: the call's number, or None.
         stderr_note: why ``stderr_tail`` is empty, where that is not the rank's doing.
+        guardian_pid: the guardian's process id where that was killed, and all its workers with it;
+            else None.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class WorkerDiedError(AsyncwgError):
         method: str | None = None,
         call_id: int | None = None,
         stderr_note: str = "",
+        guardian_pid: int | None = None,
     ) -> None:
         super().__init__(
             rank,
@@ -166,6 +169,7 @@ class WorkerDiedError(AsyncwgError):
             method,
             call_id,
             stderr_note,
+            guardian_pid,
         )
         self.rank = rank
         self.pid = pid
@@ -177,11 +181,17 @@ class WorkerDiedError(AsyncwgError):
         self.method = method
         self.call_id = call_id
         self.stderr_note = stderr_note
+        self.guardian_pid = guardian_pid
 
     def __str__(self) -> str:
         """The whole post-mortem."""
         if self.signal_name is not None:
             how = f"was ended by {self.signal_name}"
+        elif self.guardian_pid is not None:
+            how = (
+                f"ended because the guardian process (pid {self.guardian_pid}), the parent of all "
+                "workers, was killed"
+            )
         elif self.exit_code is None:
             how = "ended, and how is not known"
         else:

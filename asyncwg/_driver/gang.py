@@ -326,6 +326,7 @@ class Gang:
                 call_id=None if pending is None else pending.call_id,
             )
 
+                guardian_pid=self._processes.guardian_gone,
         running = waiting[0] if waiting else None
         if self._stopping is not None:
             self._stopping.errors.append(explained(None))

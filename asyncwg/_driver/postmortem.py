@@ -42,7 +42,7 @@ def explain(
     method: str | None,
     call_id: int | None,
 ) -> WorkerDiedError:
-    """Put together what is known of a rank that died."""
+    """Put together what is known of a rank that died; ``guardian_pid`` is of a guardian that has too."""
     lines, crash = output.tail(rank)
     name = signal_name(exit_code)
     return WorkerDiedError(
@@ -52,8 +52,10 @@ def explain(
         signal_name=name,
         stderr_tail=lines,
         crash_stack=crash,
-        oom_killed=name == "SIGKILL" and oom_kills() > oom_before,
+        oom_killed=(name == "SIGKILL" or guardian_pid is not None) and oom_kills() > oom_before,
         method=method,
         call_id=call_id,
         stderr_note=output.note,
     )
+    guardian_pid: int | None,
+        guardian_pid=guardian_pid,

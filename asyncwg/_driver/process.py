@@ -46,6 +46,8 @@ class Processes:
         self._on_exit = on_exit
         self._on_failure = on_failure
         self.pids: dict[int, int] = {}
+        self.guardian_gone: int | None = None
+        """Process id of the guardian, if that ended before the generation did."""
         self._pidfds: dict[int, int] = {}
         self._waiting: dict[int, asyncio.TimerHandle] = {}
         self._exited: set[int] = set()
@@ -165,11 +167,12 @@ class Processes:
         """Its workers die with it; what they had started is found by its mark and killed here."""
         if self._ended or self._sweeping is not None:
             return
+        self.guardian_gone = self._guardian.pid
         self._close_stream()
         self._sweep()
         for rank in list(self._pidfds):
             self._settle(rank, None)
-        self._on_failure(None, "the guardian process was killed")
+        self._on_failure(None, f"the guardian process (pid {self._guardian.pid}) was killed")
         self._notify()
 
     def _sweep(self) -> None:

@@ -265,11 +265,25 @@ async def test_a_call_fails_when_the_guardian_is_killed(
         pids = wg.pids
         pending = wg.hold(started, fifo())
         await bounded(started.taken(2))
-        os.kill(guardian().pid, signal.SIGKILL)
-        with pytest.raises((WorkerDiedError, GroupBrokenError)):
-            await bounded(pending, PROMPT)
+        keeper = guardian().pid
+        os.kill(keeper, signal.SIGKILL)
+        error = await death(pending)
+        assert error.guardian_pid == keeper
+        assert f"the guardian process (pid {keeper}), the parent of all workers" in str(error)
         await bounded(wg.shutdown(), PROMPT)
         assert alive(pids) == []
+
+
+async def test_a_group_that_the_guardians_death_has_broken_says_so(loop_kind: str) -> None:
+    """It named a rank, and how that had ended was not known."""
+    async with group(Mortal) as wg:
+        keeper = guardian().pid
+        os.kill(keeper, signal.SIGKILL)
+        cause = await broken(wg)
+        assert isinstance(cause, WorkerDiedError)
+        assert cause.guardian_pid == keeper
+        with pytest.raises(GroupBrokenError, match=rf"the guardian process \(pid {keeper}\)"):
+            wg.ping()
 
 
 @pytest.mark.parametrize("kind", ["subprocess", "daemon", "multiprocessing"])

@@ -148,6 +148,14 @@ def test_a_death_of_an_unknown_kind_says_so() -> None:
     assert "how is not known" in str(WorkerDiedError(0, 1, None))
 
 
+def test_a_death_with_the_guardian_says_so() -> None:
+    error = WorkerDiedError(1, 2, None, guardian_pid=77)
+    assert str(error) == (
+        "rank 1 (pid 2) ended because the guardian process (pid 77), the parent of all workers, "
+        "was killed"
+    )
+
+
 def test_a_stack_of_a_crash_is_shown_once() -> None:
     stack = "Fatal Python error: Segmentation fault\n  in step"
     error = WorkerDiedError(0, 1, -11, "SIGSEGV", stack.splitlines(), stack)
