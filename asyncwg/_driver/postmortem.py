@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from asyncwg._driver.output import Output
 from asyncwg.errors import WorkerDiedError
 
+_CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
+_OWN: Final = Path("/proc/self/cgroup")
+
 
 def oom_kills() -> int:
     """Return how often the out-of-memory killer has struck in this process's control group."""
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            number, _, path = line.split(":", 2)
-            if number == "0":
-                events = Path(f"/sys/fs/cgroup{path}/memory.events").read_text().split()
-                return int(events[events.index("oom_kill") + 1])
-    except (OSError, ValueError):
-        pass  # no control groups of version 2, or not for us to read
+    for events in _memory_events():
+        try:
+            words = events.read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+        except (OSError, ValueError, IndexError):
+            continue  # no such controller here, or not for us to read
     return 0
+
+
+def _memory_events() -> Iterator[Path]:
+    """Yield where the kernel may count them: the ways of version 2 and 1 of control groups."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            yield _CONTROL_GROUPS / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield _CONTROL_GROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
 
 
 def signal_name(exit_code: int | None) -> str | None:
@@ -41,6 +58,7 @@ def explain(
     oom_before: int,
     method: str | None,
     call_id: int | None,
+    guardian_pid: int | None,
 ) -> WorkerDiedError:
     """Put together what is known of a rank that died; ``guardian_pid`` is of a guardian that has too."""
     lines, crash = output.tail(rank)
@@ -56,6 +74,5 @@ def explain(
         method=method,
         call_id=call_id,
         stderr_note=output.note,
-    )
-    guardian_pid: int | None,
         guardian_pid=guardian_pid,
+    )
