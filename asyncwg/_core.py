@@ -12,6 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from asyncwg._catalog import Catalog
@@ -317,15 +318,10 @@ class Core:
             raise GroupClosedError(f"group {self.name!r} was dropped by its user")
         generation = await Generation.start(loop, self.spec, self.pool, self._start_timeout)
         sender = generation.open(loop, facade, self.supervisor, has_async=self.spec.has_async)
-        if states is not None:
-            # Before anybody else's calls: nobody sees a rank without its state.
-            try:
-                await self._load(sender, states)
-            except BaseException:
-                await generation.stop(0, "could not load its state")
-                raise
+        loads = [] if states is None else self._loads(states)
+        # Before anybody else's calls: nobody sees a rank without its state.
+        await generation.settle(sender, loads, functools.partial(self._broke, sender))
         gang = generation.gang
-        gang.on_break = functools.partial(self._broke, sender)
         if self._hang_after is None:
             gang.watch.tell_with(self._tell_hang)
         else:
@@ -335,13 +331,20 @@ class Core:
         self._finalizer = weakref.finalize(facade, generation.let_go(loop))
         self._finalizer.atexit = False
 
-    async def _load(self, sender: Sender, states: list[Any]) -> None:
-        """Give each rank the states that it has saved, role by role."""
-        for each in self._having("load_state"):
-            if all(each.role in state for state in states):
-                given = PerRank([state[each.role] for state in states])
-                job = each.job_for(self.everyone, "load_state", (given,), {}, self.options)
-                await sender.submit(job)
+    def _loads(self, states: list[Any]) -> list[Job]:
+        """Return the calls that give each rank the states that it has saved, role by role."""
+        options = replace(self.options, timeout=self._start_timeout)
+        return [
+            each.job_for(
+                self.everyone,
+                "load_state",
+                (PerRank([state[each.role] for state in states]),),
+                {},
+                options,
+            )
+            for each in self._having("load_state")
+            if all(each.role in state for state in states)
+        ]
 
     def _broke(self, sender: Sender, cause: Exception) -> None:
         def unsent(job: Job) -> Exception:
@@ -355,9 +358,9 @@ class Core:
                     stderr_tail=cause.stderr_tail,
                     crash_stack=cause.crash_stack,
                     oom_killed=cause.oom_killed,
-                    guardian_pid=cause.guardian_pid,
                     method=label,
                     stderr_note=cause.stderr_note,
+                    guardian_pid=cause.guardian_pid,
                 )
                 died.add_note(f"{label} had not been sent: it waited for the calls it was given")
                 return died

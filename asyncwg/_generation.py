@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncwg import distributed
@@ -14,7 +14,7 @@ from asyncwg._driver.launch import Spec, encode_init, plan_launch
 from asyncwg._inline import InlineGang
 from asyncwg._job import Job
 from asyncwg._sender import Repeater, Sender
-from asyncwg.errors import GroupClosedError
+from asyncwg.errors import GroupClosedError, WorkerGroupError, WorkerStartError
 from asyncwg.resource_pool import ResourcePool
 
 
@@ -78,6 +78,37 @@ class Generation:
         """Take calls from now on, through what is returned."""
         self.sender = Sender(loop, self.gang, group, repeater, has_async=has_async)
         return self.sender
+
+    async def settle(
+        self, sender: Sender, loads: Sequence[Job], on_break: Callable[[Exception], None]
+    ) -> None:
+        """Have the ranks take back their saved state; from then on ``on_break`` is told of a break.
+
+        Args:
+            sender: from `open`.
+            loads: the calls of ``load_state``, one after another; none where there is no state.
+            on_break: called with what has broken the group.
+
+        Raises:
+            WorkerStartError: what each failed rank raised, or what has broken the group since its
+                ranks were ready.
+
+        However it ends but well, nothing is left of the generation.
+        """
+        what = ""
+        try:
+            for load in loads:
+                what = f"{load.method.label} failed: "
+                await sender.submit(load)
+            what, self.gang.on_break = "", on_break
+            if self.gang.broken is not None:
+                raise self.gang.broken
+        except BaseException as error:
+            await self.stop(0, "could not start")
+            if not isinstance(error, Exception):
+                raise
+            told = error.exceptions if isinstance(error, WorkerGroupError) else [error]
+            raise WorkerStartError(f"{what}the group could not start", told) from None
 
     async def stop(self, grace: float, why: str) -> list[Exception]:
         """End it within ``grace`` seconds; return what ``close()`` raised. Cancelling it kills at once."""

@@ -109,7 +109,8 @@ class WorkerGroup(Roles):
             each worker a fresh interpreter, which starts slower.
         start_method: ``"forkserver"`` (fork the guardian), ``"spawn"`` (a fresh interpreter), or
             None to choose.
-        start_timeout: seconds until a start fails; None for no limit.
+        start_timeout: seconds until a start fails; None for no limit. ``load_state`` has as many of its
+            own.
         preload: modules to import before forking; None for torch, and tensordict if the controller
             uses it.
         output: ``"prefix"`` for whole lines with name and rank, ``"inherit"``, or a folder for a
@@ -358,7 +359,8 @@ class WorkerGroup(Roles):
             grace: seconds for the old processes, if they still run.
 
         Raises:
-            WorkerStartError: the new processes could not start. The group is closed.
+            WorkerStartError: the new processes could not start, or not load their state. No process is
+                left, and the group is closed.
 
         Cancelling it leaves no process, and the group closed.
         """

@@ -163,12 +163,14 @@ class Gang:
             await self._launch_all(frame)
             async with asyncio.timeout(timeout):
                 await starting.done
+            if self._broken is not None:  # since the last of them was ready
+                raise self._broken
             self.usable = True
         except TimeoutError:
             late = [self._late(rank, timeout) for rank in pending.silent]
             await self.kill()
             raise self._start_error([*(pending.errors or {}).values(), *late]) from None
-        except (WorkerGroupError, WorkerDiedError, UsageError) as error:
+        except (WorkerGroupError, WorkerDiedError, UsageError, InternalError) as error:
             await self.kill()
             many = list(error.exceptions) if isinstance(error, WorkerGroupError) else [error]
             raise self._start_error(many) from None
@@ -324,9 +326,9 @@ class Gang:
                 oom_before=self._oom_before,
                 method=None if pending is None else pending.label,
                 call_id=None if pending is None else pending.call_id,
+                guardian_pid=self._processes.guardian_gone,
             )
 
-                guardian_pid=self._processes.guardian_gone,
         running = waiting[0] if waiting else None
         if self._stopping is not None:
             self._stopping.errors.append(explained(None))

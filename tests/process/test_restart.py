@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncwg import (
+    CallTimeoutError,
     GroupBrokenError,
     GroupClosedError,
     RestartPolicy,
@@ -20,10 +21,13 @@ from asyncwg import (
     WorkerGroup,
     WorkerStartError,
 )
+from asyncwg._driver.gang import Gang
+from asyncwg._driver.rank import RankState
+from asyncwg._generation import Generation
 from asyncwg.testing import FaultPlan
 from tests.leaks import bounded
 from tests.process.workers_life import Fifo, alive, group
-from tests.process.workers_reliability import Recorder, Refusing, Saving
+from tests.process.workers_reliability import DyingOnLoad, Recorder, Refusing, Saving
 
 AT_ONCE = RestartPolicy(backoff=0)
 
@@ -256,7 +260,69 @@ async def test_a_state_that_can_not_be_loaded_fails_the_restart_and_leaves_nothi
             await bounded(wg.restart())
         assert wg.state == "closed"
         assert wg.pids == []
-    assert isinstance(caught.value, WorkerStartError | ExceptionGroup)
+    assert isinstance(caught.value, WorkerStartError)
+    assert [type(error) for error in caught.value.exceptions] == [ValueError, ValueError]
+
+
+async def test_a_death_while_states_are_loaded_fails_the_restart_and_leaves_nothing() -> None:
+    """The other rank is busy for ever: it is ended too."""
+    async with group(DyingOnLoad) as wg:
+        await bounded(wg.save())
+        with pytest.raises(WorkerStartError, match="load_state") as caught:
+            await bounded(wg.restart())
+        (death,) = caught.value.exceptions
+        assert isinstance(death, WorkerDiedError)
+        assert (death.rank, death.exit_code) == (1, 3)
+        assert death.method == "DyingOnLoad.load_state"
+        assert wg.state == "closed"
+        assert wg.pids == []
+
+
+async def test_a_state_that_is_never_loaded_fails_the_restart_when_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with group(DyingOnLoad, 1) as wg:
+        await bounded(wg.save())
+        start = Generation.start
+        # The processes may take as long as they need on a busy machine.
+        monkeypatch.setattr(
+            Generation, "start", lambda loop, spec, pool, _: start(loop, spec, pool, 60)
+        )
+        wg._core._start_timeout = 0.1
+        with pytest.raises(WorkerStartError, match="load_state") as caught:
+            await bounded(wg.restart())
+        assert [type(error) for error in caught.value.exceptions] == [CallTimeoutError]
+        assert wg.state == "closed"
+
+
+@pytest.mark.parametrize("moment", ["when the last rank is ready", "before it takes calls"])
+async def test_a_death_between_the_last_answer_of_a_start_and_its_end_fails_the_start(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody was told of it: the group ran, and its first call never ended."""
+    cause = WorkerDiedError(0, 1, 3)
+    if moment == "before it takes calls":
+        opened = Generation.open
+
+        def open_broken(self: Generation, *args: Any, **options: Any) -> Any:
+            self.gang._break(cause)
+            return opened(self, *args, **options)
+
+        monkeypatch.setattr(Generation, "open", open_broken)
+    else:
+        ready = Gang._receive_rare
+
+        def ready_and_broken(self: Gang, *args: Any) -> None:
+            ready(self, *args)
+            if all(rank.state is RankState.READY for rank in self._ranks):
+                self._break(cause)
+
+        monkeypatch.setattr(Gang, "_receive_rare", ready_and_broken)
+    wg = group(Recorder)
+    with pytest.raises(WorkerStartError) as caught:
+        await bounded(wg.__aenter__())
+    assert caught.value.exceptions == (cause,)
+    assert wg.state == "closed"
 
 
 @pytest.mark.parametrize("every", [1, 3])

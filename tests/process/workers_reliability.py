@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import time
 from typing import Any
 
 import asyncwg
 from asyncwg import Dispatch, Execute, Worker, register
-from tests.process.workers_life import Fifo
+from tests.process.workers_life import FOREVER, Fifo
 
 
 class Recorder(Worker):
@@ -164,3 +165,12 @@ class Refusing(Saving):
 
     def load_state(self, state: dict[str, int]) -> None:
         raise ValueError("this state is not for me")
+
+
+class DyingOnLoad(Saving):
+    """Rank 1 dies when it is given its state, and rank 0 is busy with its own for long."""
+
+    def load_state(self, state: dict[str, int]) -> None:
+        if self.rank == 1:
+            os._exit(3)
+        time.sleep(FOREVER)
