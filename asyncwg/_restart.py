@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncwg._job import Job
+from asyncwg._sender import Sender
 from asyncwg._wire import codec, sources
 from asyncwg.call import Call
 from asyncwg.errors import GroupBrokenError, GroupClosedError, UsageError, WorkerDiedError
@@ -128,7 +128,7 @@ class Supervisor:
         self._restarts = 0
         self._calls = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._repeats: list[tuple[Job, Call[Any]]] = []
+        self._repeats: list[tuple[Call[Any], Callable[[Sender], None]]] = []
 
     def broke(self, cause: Exception) -> None:
         """Take note that the group has broken."""
@@ -137,8 +137,8 @@ class Supervisor:
         if self.policy is not None and self._restarts < self.policy.max_restarts:
             self._spawn(self._restart(self.policy))
 
-    def repeat(self, job: Job, call: Call[Any], error: Exception) -> bool:
-        """Keep a call that failed because the group broke, to be sent again after the restart.
+    def repeat(self, call: Call[Any], error: Exception, again: Callable[[Sender], None]) -> bool:
+        """Keep a call that failed because the group broke; ``again`` sends it after the restart.
 
         Returns False where it is not to be repeated.
         """
@@ -146,7 +146,7 @@ class Supervisor:
             return False
         if not isinstance(error, WorkerDiedError | GroupBrokenError):
             return False
-        self._repeats.append((job, call))
+        self._repeats.append((call, again))
         return True
 
     def count_call(self) -> None:
@@ -179,10 +179,10 @@ class Supervisor:
     def up_again(self) -> None:
         """The group has been started: send again what waits for that."""
         repeats, self._repeats = self._repeats, []
-        for job, call in repeats:
+        for call, again in repeats:
             sender = self._group.sender
             if sender is not None and not call.done():
-                sender.send_again(job, call)
+                again(sender)
 
     async def _save(self) -> None:
         try:
@@ -193,7 +193,7 @@ class Supervisor:
     def give_up(self, error: Exception) -> None:
         """The group will not be started again: fail what waits for that."""
         repeats, self._repeats = self._repeats, []
-        for _, call in repeats:
+        for call, _ in repeats:
             call.settle(None, error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -50,8 +50,8 @@ _NOTHING: Final = dispatch.Payload((), {}, None)
 class Repeater(Protocol):
     """Who may send a call again that failed because its group broke."""
 
-    def repeat(self, job: Job, call: Call[Any], error: Exception) -> bool:
-        """Keep the call, to be sent later; False where it is not to be repeated."""
+    def repeat(self, call: Call[Any], error: Exception, again: Callable[[Sender], None]) -> bool:
+        """Keep the call, for ``again`` to send it later; False where it is not to be repeated."""
         ...
 
 
@@ -64,8 +64,11 @@ class _Repeatable:
         self._call = call
 
     def settle(self, results: list[Any] | None, error: Exception | None) -> None:
-        if error is None or not self._repeater.repeat(self._job, self._call, error):
+        if error is None or not self._repeater.repeat(self._call, error, self._send):
             self._call.settle(results, error)
+
+    def _send(self, sender: Sender) -> None:
+        sender.send_again(self._job, self._call)
 
 
 def _surface_of(group: Any, ranks: tuple[int, ...]) -> Any:
@@ -198,10 +201,12 @@ class Sender:
             call.settle(None, error)
 
     def fail_waiting(self, error_of: Callable[[Job], Exception]) -> None:
-        """Fail what has not been sent: the group has ended."""
+        """Fail what has not been sent: the group has ended. What may be repeated waits for the next one."""
         for waiting in [*self._waiting[COMPUTE], *self._waiting[ASYNC]]:
-            job = next(place.job for place in waiting.places if place.sender is self)
-            waiting.call.settle(None, error_of(job))
+            error = error_of(next(place.job for place in waiting.places if place.sender is self))
+            again = waiting.again
+            if again is None or not self._repeater.repeat(waiting.call, error, again):
+                waiting.call.settle(None, error)
             waiting.abandon(None)
 
     def check(self) -> None:
@@ -434,7 +439,13 @@ class Sender:
         The other arguments are taken as they are now (O-7).
         """
         snapshot, needs = self.snapshot(job)
+        if job.options.timeout is not None:
+            expire_later(self._loop, job, call)
+        self._wait(job, lane, call, snapshot, needs)
 
+    def _wait(
+        self, job: Job, lane: int, call: Call[Any], snapshot: codec.Encoded, needs: list[Call[Any]]
+    ) -> None:
         def go() -> None:
             self._gang.check()
             values = waiting.values()
@@ -443,9 +454,12 @@ class Sender:
             args, kwargs = codec.decode_with_values(snapshot, values)
             self._send(job._replace(args=args, kwargs=kwargs), lane, call)
 
+        def again(sender: Sender) -> None:
+            sender._wait(job, lane, call, snapshot, needs)
+
         waiting = Waiting(call, needs, [Place(self, lane, job)], go)
-        if job.options.timeout is not None:
-            expire_later(self._loop, job, call)
+        if job.method.options.idempotent and job.feed is None:
+            waiting.again = again
         waiting.enter()
 
     def snapshot(self, job: Job) -> tuple[codec.Encoded, list[Call[Any]]]:
@@ -461,6 +475,8 @@ class Sender:
 
     def advance(self, lane: int) -> None:
         """Send what can go now: its values are there, and no earlier call keeps it back."""
+        if self._gang.broken is not None:
+            return  # who is told of that ends what waits
         queue = self._waiting[lane]
         for waiting in list(queue):
             if waiting not in queue or waiting.call.done() or not waiting.free:

@@ -44,6 +44,8 @@ class Waiting:
         self.needs = needs
         self.places = places
         self.go = go
+        self.again: Callable[[Sender], None] | None = None
+        """Has it wait again in another generation; None where it is not to be repeated."""
 
     def enter(self) -> None:
         """Take its places, and go at once if it can."""

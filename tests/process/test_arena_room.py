@@ -181,6 +181,17 @@ async def test_a_value_beyond_the_limit_is_an_error_at_once(tight: WorkerGroup) 
     assert await empty(tight)
 
 
+async def test_a_value_beyond_the_limit_is_the_error_of_a_call_that_has_waited_for_another(
+    tight: WorkerGroup,
+) -> None:
+    """It was cancelled, and nobody was told why."""
+    async with group(Large, 1) as source:
+        call = tight.size_of(source.size_of("abc"), numbers(0, 20 * MB))
+        with pytest.raises(ResourceError, match="can't fit the arena"):
+            await bounded(call)
+    assert await bounded(tight.size_of("abc")) == [[3]]
+
+
 async def test_a_value_beyond_the_memory_that_is_free_is_an_error_at_once(
     wg: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -372,6 +372,63 @@ async def test_a_call_that_is_not_idempotent_is_not_sent_again(tmp_path: Path) -
         assert await bounded(wg.die_while_there_is_once(str(marker))) == [0, 1]
 
 
+async def test_an_idempotent_call_that_waits_for_another_call_is_sent_after_the_restart(
+    fifo: Callable[[], Fifo], loop_kind: str
+) -> None:
+    """It failed, though no rank had even seen it."""
+    started, release = fifo(), fifo()
+    async with group(Recorder, 1) as source, group(Saving, restart=AT_ONCE) as wg:
+        needed = source[0].hold(started, release)
+        waiting, behind = wg.given([needed]), wg.given("behind")
+        once = wg.given_once(needed)
+        died = death_of(wg)
+        os.kill(wg.pids[0], signal.SIGKILL)
+        await bounded(died)
+        with pytest.raises(WorkerDiedError):
+            await bounded(once)
+        await up_again(wg)
+        assert not waiting.done()
+        release.put()
+        assert await bounded(waiting) == [[0], [0]]
+        assert await bounded(behind) == ["behind", "behind"]
+
+
+async def test_a_call_that_waits_for_a_call_that_is_sent_again_goes_after_it(
+    tmp_path: Path,
+) -> None:
+    marker = tmp_path / "marker"
+    marker.touch()
+    async with group(Saving, restart=AT_ONCE) as wg:
+        needed = wg.die_while_there_is(str(marker))
+        assert await bounded(wg.given(needed)) == [[0, 1], [0, 1]]
+
+
+async def test_a_call_whose_value_comes_in_the_turn_of_the_break_is_sent_after_the_restart() -> (
+    None
+):
+    """The group was found broken by the value's arrival, before whoever repeats was told."""
+    async with group(Recorder, 1) as source, group(Saving, restart=AT_ONCE) as wg:
+        gang = wg._core.gang
+        assert gang is not None
+        needed = source[0].note(1)
+        needed.add_done_callback(lambda _call: gang._break(WorkerDiedError(0, 1, 3)))
+        assert await bounded(wg.given(needed)) == [1, 1]
+
+
+async def test_an_idempotent_call_that_waits_fails_with_the_call_it_waits_for(
+    fifo: Callable[[], Fifo],
+) -> None:
+    started, release = fifo(), fifo()
+    async with group(Recorder, 1) as source, group(Saving, restart=AT_ONCE) as wg:
+        needed = source[0].hold(started, release)
+        waiting = wg.given(needed)
+        await brought_down(wg)
+        await bounded(started.taken())
+        os.kill(source.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"Recorder\.hold"):
+            await bounded(waiting)
+
+
 async def test_an_idempotent_call_fails_when_there_are_no_restarts_left(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.touch()

@@ -140,6 +140,15 @@ class Saving(Worker):
         return self.count, self.loaded
 
     @register(idempotent=True)
+    def given(self, value: Any) -> Any:
+        """Give it back; as often as you like."""
+        return value
+
+    @register()
+    def given_once(self, value: Any) -> Any:
+        return value
+
+    @register(idempotent=True)
     def die_while_there_is(self, file: str) -> int:
         """Remove a file and die; answer where there is none any more."""
         return self._die_while_there_is(file)
