@@ -396,11 +396,11 @@ class Sender:
             TypeError: something can't be pickled; the message says what.
             UnresolvedError: an un-awaited call is hidden in it.
         """
-        args, kwargs, rows = payload
+        args, kwargs, rows, total = payload
         number, kind = job.number, job.kind
         extras: dict[str, Any] = {}
         if rows is not None:
-            extras["rows"] = rows
+            extras["rows"] = rows, total
         if job.options.timeout is not None:
             extras["timeout"] = job.options.timeout
         if number >= UNNUMBERED and kind == _CALL:

@@ -70,6 +70,8 @@ class Payload(NamedTuple):
     kwargs: dict[str, Any]
     rows: int | None
     """Rows of this shard without padding; None when nothing was split."""
+    total_rows: int | None = None
+    """Rows of all shards together, without padding."""
 
 
 class Plan(NamedTuple):
@@ -150,7 +152,7 @@ def plan(
                 if type(value) in _MARKERS:
                     break
             else:
-                payload = _new(Payload, (args, kwargs, None))
+                payload = _new(Payload, (args, kwargs, None, None))
                 return _new(Plan, ((payload,), None, _only if layout.single else _as_they_are))
     return _plan(method, mode, args, kwargs, layout, uneven)
 
@@ -435,6 +437,7 @@ def _assemble(
     positional = [value for key, value in given.items() if isinstance(key, int)]
     named = {key: value for key, value in given.items() if isinstance(key, str)}
     each = [value.value for value in given.values() if value.how == "each"]
+    total = sum(cutting.real) if cutting else None
     numbers: dict[tuple[int, ...], int] = {}
     payloads: list[Payload] = []
     index: list[int] = []
@@ -444,7 +447,7 @@ def _assemble(
         if number == len(payloads):
             args = tuple([_item(value, position, part) for value in positional])
             kwargs = {key: _item(value, position, part) for key, value in named.items()}
-            payloads.append(Payload(args, kwargs, cutting.real[part] if cutting else None))
+            payloads.append(Payload(args, kwargs, cutting.real[part] if cutting else None, total))
         index.append(number)
     return tuple(payloads), tuple(index) if len(payloads) > 1 else None
 

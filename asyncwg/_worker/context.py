@@ -45,16 +45,25 @@ class CurrentCall:
         id: number of the call in its group; the same on every rank.
         method: ``Class.method``.
         rows: real rows in this rank's shard, without padding; None when nothing was split.
+        total_rows: real rows of the whole batch, which is what all shards have together: the weight
+            of this shard in a mean is ``rows / total_rows``. None when nothing was split.
     """
 
-    __slots__ = ("_cancelled", "_deadline", "credits", "id", "method", "rows")
+    __slots__ = ("_cancelled", "_deadline", "credits", "id", "method", "rows", "total_rows")
 
     def __init__(
-        self, call_id: int, method: str, rows: int | None = None, timeout: float | None = None
+        self,
+        call_id: int,
+        method: str,
+        rows: int | None = None,
+        total_rows: int | None = None,
+        *,
+        timeout: float | None = None,
     ) -> None:
         self.id = call_id
         self.method = method
         self.rows = rows
+        self.total_rows = total_rows
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._cancelled = False
         self.credits: Credits | None = None
@@ -79,7 +88,8 @@ class CurrentCall:
             self.credits.stop_at(items)
 
     def __repr__(self) -> str:
-        return f"<CurrentCall {self.id} {self.method} rows={self.rows} cancelled={self._cancelled}>"
+        rows = "" if self.rows is None else f" rows={self.rows}/{self.total_rows}"
+        return f"<CurrentCall {self.id} {self.method}{rows} cancelled={self._cancelled}>"
 
 
 place: Place | None = None

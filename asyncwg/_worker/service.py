@@ -117,7 +117,8 @@ class Service:
             aux = self._numbers.get(address, NO_METHOD)
             function = getattr(self._objects[address.role], address.name)
         if extras:
-            call = CurrentCall(call_id, label, extras.get("rows"), extras.get("timeout"))
+            rows = extras.get("rows", (None, None))
+            call = CurrentCall(call_id, label, *rows, timeout=extras.get("timeout"))
         else:
             call = CurrentCall(call_id, label)
         return Request(call, function, args, kwargs, flags & STREAM != 0, aux)

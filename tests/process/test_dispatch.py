@@ -233,6 +233,16 @@ async def test_a_method_can_leave_padding_out_of_its_statistics(wg: WorkerGroup)
     assert await bounded(statistics(torch.tensor([1.0, 2.0, 3.0]))) == [(2, 3.0), (1, 3.0)]
     assert await bounded(statistics(torch.tensor([1.0]))) == [(1, 1.0), (0, 0.0)]
 
+@pytest.mark.parametrize("uneven", ["allow", "pad"])
+async def test_a_method_knows_its_share_of_all_rows(wg: WorkerGroup, uneven: str) -> None:
+    """Means of uneven shards are not the mean: https://github.com/verl-project/verl/issues/473."""
+    share_of_mean = wg.share_of_mean.options(uneven=uneven)
+    for rows in (5, 1):
+        shares = await bounded(share_of_mean(torch.arange(float(rows))))
+        assert sum(shares) == pytest.approx((rows - 1) / 2)
+    assert await bounded(wg.rows_known(torch.arange(4))) == [(None, None)] * 2
+
+
 
 async def test_padded_shards_have_the_same_number_of_rows(wg: WorkerGroup) -> None:
     call = wg.real_rows.options(uneven="pad")(torch.arange(3))

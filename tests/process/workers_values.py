@@ -181,6 +181,18 @@ class Rows(Worker):
         real = asyncwg.current_call().rows or 0
         return real, float(batch[:real].sum())
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, uneven="allow")
+    def share_of_mean(self, batch: torch.Tensor) -> float:
+        """What this shard adds to the mean of all rows."""
+        call = asyncwg.current_call()
+        assert call.total_rows is not None
+        return float(batch[: call.rows].sum()) / call.total_rows
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rows_known(self, _batch: torch.Tensor) -> tuple[int | None, int | None]:
+        call = asyncwg.current_call()
+        return call.rows, call.total_rows
+
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def on_rank_zero(self, *args: Any) -> Any:
         return self._got(*args)

@@ -107,7 +107,7 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> type[Greedy]:
 def test_all_ranks_share_one_payload_with_the_arguments_as_they_are(mode: Mode) -> None:
     made = planned(mode, [1, 2], n=2, lr={"a": [1]})
     assert made.index is None
-    assert made.payloads == ((([1, 2],), {"lr": {"a": [1]}}, None),)
+    assert made.payloads == ((([1, 2],), {"lr": {"a": [1]}}, None, None),)
     results = [1, 2]
     assert made.collect(results) is results
 
@@ -118,6 +118,7 @@ def test_a_call_on_one_rank_splits_nothing_and_gives_the_value(mode: Mode) -> No
     made = planned(mode, batch, n=1, single=True)
     assert made.payloads[0].args[0] is batch
     assert made.payloads[0].rows is None
+    assert made.payloads[0].total_rows is None
     assert made.collect([5]) == 5
 
 
@@ -256,6 +257,7 @@ def test_pad_makes_equal_shards_and_the_padding_is_not_in_the_result(
     assert {len(part) for part in parts} == {-(-rows // n)}
     real = [made.payloads[i].rows or 0 for i in index]
     assert sum(real) == rows
+    assert {payload.total_rows for payload in made.payloads} == {rows}
     assert all((part[count:] == rows - 1).all() for part, count in zip(parts, real, strict=True))
     joined = made.collect([part.repeat_interleave(times) for part in parts])
     assert joined.tolist() == torch.arange(rows).repeat_interleave(times).tolist()
