@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
@@ -210,7 +211,7 @@ class Store:
             self._listener = None
 
 
-_inits = 0
+_meetings = 0
 """How often this process has met its group at the controller's store."""
 
 
@@ -258,7 +259,7 @@ def _patch(module: Any) -> None:
 
 
 def _meet(url: str, given: dict[str, timedelta]) -> Iterator[Any]:
-    global _inits  # ranks count alike, so they meet under the same prefix
+    global _meetings  # ranks count alike, so they meet under the same prefix
     import torch.distributed as dist  # import here: torch is loaded already
 
     query = parse_qs(urlparse(url).query)
@@ -266,11 +267,19 @@ def _meet(url: str, given: dict[str, timedelta]) -> Iterator[Any]:
     world_size = int(query.get("world_size", [os.environ["WORLD_SIZE"]])[0])
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = make(MASTER_ADDRESS, int(os.environ["MASTER_PORT"]), is_master=False, **given)
-    _inits += 1
     # A second init in one process must not read what the first one wrote.
     prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
-    own = prefixed(f"asyncwg/{_inits}", store)
-    _wait_for_all(own, rank, world_size)
+    own = prefixed(f"asyncwg/{_meetings + 1}", store)
+    try:
+        _wait_for_all(own, rank, world_size)
+    except BaseException:
+        if not dist.is_initialized():
+            # torch has counted a group that is none, and would look for the next one by another name
+            # than the ranks that have not tried in vain.
+            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
+        raise
+    # Only now: one that waited in vain tries again where the others will look for it.
+    _meetings += 1
     yield own, rank, world_size
     raise RuntimeError("a rendezvous happens once per init_process_group")
 
@@ -280,11 +289,18 @@ def _wait_for_all(store: Any, rank: int, world_size: int) -> None:
     import torch.distributed as dist  # import here: torch is loaded already
 
     keys = [f"here/{each}" for each in range(world_size)]
+    end = time.monotonic() + store.timeout.total_seconds()
     store.set(keys[rank], b"")
+    missing = keys
     try:
-        store.wait(keys)
+        while missing:
+            left = timedelta(seconds=max(0.001, end - time.monotonic()))
+            store.wait(missing, left)
+            # One that was there may have lost its patience while others were waited for.
+            missing = [key for key in keys if not store.check([key])]
     except dist.DistStoreError as error:
         missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+        store.delete_key(keys[rank])  # nobody may start to count on this rank
         if not missing:
             raise
         raise dist.DistStoreError(

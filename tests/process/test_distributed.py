@@ -188,7 +188,7 @@ async def test_a_rank_that_fails_before_it_joins_breaks_off_the_others() -> None
     """Everyone waited for half an hour: https://github.com/pytorch/pytorch/issues/53395."""
     async with group(Collective) as wg:
         with pytest.raises(WorkerGroupError) as caught:
-            await bounded(wg.fail_before_joining(1), 3)
+            await bounded(wg.fail_before_joining(1))
         assert [str(error) for error in caught.value.exceptions] == ["bad row 7"]
         assert wg.state == "broken"
 
@@ -199,6 +199,31 @@ async def test_a_rank_that_never_comes_is_named_by_those_that_wait_for_it() -> N
         with pytest.raises(RuntimeError, match="rank 1 of 2 ranks has not called") as caught:
             await bounded(wg[0].join_as_worker(timeout=2.0), 15)
         assert getattr(caught.value, "rank", None) == 0
+
+
+async def test_a_rank_that_has_waited_in_vain_meets_the_others_when_it_tries_again() -> None:
+    """It tried under another prefix than the rank that had come late, and so did both for ever."""
+    async with group(Collective) as wg:
+        with pytest.raises(RuntimeError, match="has not called"):
+            await bounded(wg[0].join_as_worker(timeout=0.3), JOIN)
+        assert await bounded(wg.join_as_worker(timeout=JOIN), JOIN) == [("gloo", 2)] * 2
+        assert await bounded(wg.sum_of_ones()) == [2.0, 2.0]
+        await bounded(wg.leave())
+        await bounded(wg.join_as_worker(timeout=JOIN), JOIN)
+        assert await bounded(wg.sum_of_ones()) == [2.0, 2.0]
+
+
+async def test_ranks_that_still_wait_meet_one_that_has_gone_and_come_back() -> None:
+    """Its key was there before the last rank came, and nobody was behind it any more."""
+    async with group(Collective, 3) as wg:
+        patient = wg[1].join_as_worker(timeout=JOIN)
+        with pytest.raises(RuntimeError, match="rank 2 of 3 ranks has not called"):
+            await bounded(wg[0].join_as_worker(timeout=1.0), JOIN)
+        late = wg[2].join_as_worker(timeout=JOIN)
+        again = wg[0].join_as_worker(timeout=JOIN)
+        for call in (patient, late, again):
+            assert await bounded(call, JOIN) == ("gloo", 3)
+        assert await bounded(wg.sum_of_ones()) == [3.0] * 3
 
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
