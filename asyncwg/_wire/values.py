@@ -32,12 +32,15 @@ def reducer_for(cls: type) -> Reducer | None:
             return _reduce_tensor
         if cls is torch.nn.Parameter:
             return _reduce_parameter
+        known = torch.nn.Parameter if issubclass(cls, torch.nn.Parameter) else torch.Tensor
         own = any(
             name in vars(base)
-            for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)]
+            for base in cls.__mro__[: cls.__mro__.index(known)]
             for name in ("__reduce_ex__", "__reduce__", "__tensor_flatten__")
         )
-        return None if own else _reduce_subclass
+        if own:
+            return None
+        return _reduce_parameter if known is torch.nn.Parameter else _reduce_subclass
     numpy = sys.modules.get("numpy")
     if numpy is not None and cls is numpy.ndarray:
         return _reduce_array
@@ -138,7 +141,11 @@ def _reduce_slowly(tensor: Any) -> Any:
 
 
 def _reduce_parameter(parameter: Any) -> Any:
-    return _parameter, (parameter.detach(), parameter.requires_grad, dict(vars(parameter)))
+    torch = sys.modules["torch"]
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # torch's own reducers do this
+        plain = parameter.detach().as_subclass(torch.Tensor)
+    cls = type(parameter)
+    return _parameter, (cls, plain, parameter.requires_grad, dict(vars(parameter)))
 
 
 def _reduce_subclass(tensor: Any) -> Any:
@@ -182,10 +189,12 @@ def _empty_tensor(name: str, shape: tuple[int, ...]) -> Any:
     return sys.modules["torch"].empty(shape, dtype=_dtypes[name])
 
 
-def _parameter(data: Any, requires_grad: bool, state: dict[str, Any]) -> Any:
+def _parameter(cls: type, data: Any, requires_grad: bool, state: dict[str, Any]) -> Any:
     import torch  # import here: only a process that gets a tensor loads it
 
-    parameter = torch.nn.Parameter(data, requires_grad)
+    # Not by its class, which may ask for more: what it has made of that is in its attributes.
+    make: Any = torch.Tensor._make_subclass  # noqa: SLF001  # as torch's own constructor does
+    parameter = make(cls, data, requires_grad)
     vars(parameter).update(state)
     return parameter
 

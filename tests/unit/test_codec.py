@@ -186,6 +186,42 @@ def test_attributes_of_a_parameter_arrive() -> None:
     assert sent(parameter).shard == 5
 
 
+class ShardedParameter(torch.nn.Parameter):
+    """A parameter that is made with more than its data, as tensor-parallel libraries do."""
+
+    shard_dim: int
+
+    def __new__(  # pyright: ignore[reportInconsistentConstructor]  # as those libraries do
+        cls, data: torch.Tensor, shard_dim: int
+    ) -> ShardedParameter:
+        made: ShardedParameter = super().__new__(cls, data, False)
+        made.shard_dim = shard_dim
+        return made
+
+
+class SelfMadeParameter(torch.nn.Parameter):
+    """One that says itself how it is pickled."""
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return str, ("made itself",)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_subclass_of_parameter_arrives_as_itself_with_its_attributes(requires_grad: bool) -> None:
+    """Torch's own pickling makes a plain Parameter of it."""
+    make: Any = ShardedParameter
+    back = sent(make(torch.ones(2000), shard_dim=1).requires_grad_(requires_grad))
+    assert type(back) is ShardedParameter
+    assert back.shard_dim == 1
+    assert back.requires_grad is requires_grad
+    assert isinstance(back, torch.nn.Parameter)
+    assert torch.equal(back.detach(), torch.ones(2000))
+
+
+def test_a_subclass_of_parameter_that_pickles_itself_is_let() -> None:
+    assert sent(SelfMadeParameter(torch.ones(3))) == "made itself"
+
+
 def test_a_module_arrives_with_its_parameters() -> None:
     module = torch.nn.Linear(30, 40)
     back = sent(module)
