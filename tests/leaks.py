@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import os
+import select
+import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -31,6 +35,8 @@ __all__ = [
     "Snapshot",
     "bounded",
     "dump_stacks",
+    "exit_code_of",
+    "in_thread",
     "leaks_since",
     "no_leaks",
     "pending_tasks",
@@ -59,6 +65,46 @@ async def bounded(awaitable: Awaitable[T], seconds: float = 10.0) -> T:
         await asyncio.wait({task}, timeout=1.0)
         pytest.fail(f"not done after {seconds} s: {task!r}")
     return task.result()
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call ``function`` in a thread of its own and wait for it.
+
+    A thread of ``asyncio.to_thread`` that waits for what never comes keeps the loop from closing and
+    pytest from ending; this one does neither.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def tell(settle: Callable[[Any], None], outcome: Any) -> None:
+        if not ended.done():
+            settle(outcome)
+
+    def work() -> None:
+        try:
+            outcome: Any = function(*args)
+            settle: Callable[[Any], None] = ended.set_result
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            outcome, settle = error, ended.set_exception
+        with contextlib.suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+            loop.call_soon_threadsafe(tell, settle, outcome)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await ended
+
+
+def exit_code_of(child: int, seconds: float = 30.0) -> int:
+    """Wait for the end of a forked child; one that does not end is killed, and fails the test."""
+    descriptor = os.pidfd_open(child)
+    try:
+        ended = bool(select.select([descriptor], [], [], seconds)[0])
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
+    status = os.waitpid(child, 0)[1]
+    if not ended:
+        pytest.fail(f"a forked child had not ended after {seconds} s")
+    return os.waitstatus_to_exitcode(status)
 
 
 class Heartbeat:

@@ -15,7 +15,7 @@ from asyncwg._transport.base import Channel
 from asyncwg._transport.blocking import BlockingChannel
 from asyncwg._transport.memory import MemoryChannel
 from asyncwg._wire.frames import HEADER, Buffer, FrameError, Kind, pack, unpack
-from tests.leaks import bounded
+from tests.leaks import bounded, in_thread
 
 CALL: Final = Kind.CALL
 LARGE: Final = 8 << 20
@@ -317,14 +317,14 @@ def _read(channel: BlockingChannel, count: int) -> list[Frame]:
 async def test_a_blocking_end_reads_frames_in_order(worker: Worker) -> None:
     for number in range(2000):
         worker.near.send(number, b"x" * (number % 500))
-    frames = await bounded(asyncio.to_thread(_read, worker.far, 2000))
+    frames = await bounded(in_thread(_read, worker.far, 2000))
     assert [frame.call_id for frame in frames] == list(range(2000))
 
 
 async def test_a_blocking_end_sends_a_frame_of_many_pieces_whole(worker: Worker) -> None:
     buffers = [bytes([i % 256]) * (i % 40) for i in range(3 * IOV_MAX)]
     buffers.append(b"x" * LARGE)
-    await bounded(asyncio.to_thread(worker.far.send, pack(CALL, 1, b"stream", buffers)))
+    await bounded(in_thread(worker.far.send, pack(CALL, 1, b"stream", buffers)))
     await worker.near.receives(1)
     assert worker.near.frames[0].buffers == buffers
 
@@ -339,7 +339,7 @@ async def test_a_blocking_end_and_a_controller_do_not_block_each_other(worker: W
 
     for number in range(4):
         worker.near.send(number, b"n" * LARGE)
-    await bounded(asyncio.to_thread(echo), 20)
+    await bounded(in_thread(echo), 20)
     assert await worker.near.receives(4) == [0, 1, 2, 3]
 
 
@@ -349,10 +349,10 @@ async def test_a_blocking_read_says_when_the_stream_has_ended(worker: Worker) ->
 
 
 async def test_a_blocking_read_ends_when_its_own_channel_is_closed(worker: Worker) -> None:
-    reading = asyncio.create_task(asyncio.to_thread(worker.far.read, End().deliver))
+    reading = asyncio.create_task(in_thread(worker.far.read, End().deliver))
     worker.near.send(1)
     assert await bounded(reading)
-    reading = asyncio.create_task(asyncio.to_thread(worker.far.read, End().deliver))
+    reading = asyncio.create_task(in_thread(worker.far.read, End().deliver))
     worker.far.close()
     assert not await bounded(reading)
 

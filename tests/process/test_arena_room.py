@@ -20,7 +20,7 @@ from asyncwg import _linux as linux
 from asyncwg._driver import transfers
 from asyncwg._driver.arena import CONTROLLER, Arena, arena
 from asyncwg._wire import sources
-from tests.leaks import bounded
+from tests.leaks import bounded, in_thread
 from tests.process.workers_arena import LARGE, MB, Large, numbers, same
 from tests.process.workers_life import Fifo
 from tests.process.workers_values import group
@@ -165,7 +165,7 @@ async def test_a_result_that_is_handed_on_while_room_is_short_arrives_as_it_was(
     first = tight.keep_and_hold(numbers(0, 4 * MB), started, release)
     await bounded(started.taken())
     call = tight.copy_of(result, numbers(50, 5 * MB))
-    await bounded(asyncio.to_thread(arena().mapping.own_all))
+    await bounded(in_thread(arena().mapping.own_all))
     others = [tight.check(numbers(i), i) for i in range(5)]
     release.put()
     await bounded(first)
@@ -265,7 +265,7 @@ async def test_two_groups_on_two_loops_in_two_threads_share_the_arena() -> None:
         return asyncio.run(drive(seed))
 
     found = await bounded(
-        asyncio.gather(drive(1), *(asyncio.to_thread(elsewhere, seed) for seed in (2, 3))), 60
+        asyncio.gather(drive(1), *(in_thread(elsewhere, seed) for seed in (2, 3))), 60
     )
     assert found == [True, True, True]
     gc.collect()

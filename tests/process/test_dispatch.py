@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from asyncwg import (
     WorkerGroup,
     WorkerGroupError,
 )
-from tests.leaks import bounded
+from tests.leaks import bounded, in_thread
 from tests.process.workers_values import Custom, Mesh, Rows, group
 
 
@@ -233,6 +232,7 @@ async def test_a_method_can_leave_padding_out_of_its_statistics(wg: WorkerGroup)
     assert await bounded(statistics(torch.tensor([1.0, 2.0, 3.0]))) == [(2, 3.0), (1, 3.0)]
     assert await bounded(statistics(torch.tensor([1.0]))) == [(1, 1.0), (0, 0.0)]
 
+
 @pytest.mark.parametrize("uneven", ["allow", "pad"])
 async def test_a_method_knows_its_share_of_all_rows(wg: WorkerGroup, uneven: str) -> None:
     """Means of uneven shards are not the mean: https://github.com/verl-project/verl/issues/473."""
@@ -241,7 +241,6 @@ async def test_a_method_knows_its_share_of_all_rows(wg: WorkerGroup, uneven: str
         shares = await bounded(share_of_mean(torch.arange(float(rows))))
         assert sum(shares) == pytest.approx((rows - 1) / 2)
     assert await bounded(wg.rows_known(torch.arange(4))) == [(None, None)] * 2
-
 
 
 async def test_padded_shards_have_the_same_number_of_rows(wg: WorkerGroup) -> None:
@@ -298,7 +297,7 @@ async def test_execute_any_takes_the_rank_with_the_least_to_do(
     os.mkfifo(pipe)
     busy = wg[0].wait_for(str(pipe))
     ranks = [(await bounded(wg.on_any(1)))[0] for _ in range(3)]
-    await bounded(asyncio.to_thread(pipe.write_bytes, b"go on"))
+    await bounded(in_thread(pipe.write_bytes, b"go on"))
     await bounded(busy)
     assert ranks == [1, 1, 1]
 

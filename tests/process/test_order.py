@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from asyncwg import GroupClosedError, PerRank, UsageError, WorkerGroup
-from tests.leaks import bounded
+from tests.leaks import bounded, in_thread
 from tests.process.workers_life import AsyncSteps, Fifo, Steps, group
 
 SIZES = (0, 10, 100_000, 3_000_000)
@@ -216,7 +216,7 @@ async def test_use_from_another_thread_is_refused_and_points_to_the_blocking_gro
     """O-9."""
     async with group(Steps, 1) as wg:
         with pytest.raises(UsageError, match=r"asyncwg\.blocking"):
-            await bounded(asyncio.to_thread(wg.echo, 1))
+            await bounded(in_thread(wg.echo, 1))
         assert await bounded(wg.echo(2)) == [2]
 
 
@@ -228,9 +228,9 @@ async def test_use_from_another_loop_is_refused_and_points_to_the_blocking_group
             await wg.echo(1)
 
         with pytest.raises(UsageError, match=r"asyncwg\.blocking"):
-            await bounded(asyncio.to_thread(asyncio.run, elsewhere()))
+            await bounded(in_thread(asyncio.run, elsewhere()))
         with pytest.raises(UsageError, match=r"asyncwg\.blocking"):
-            await bounded(asyncio.to_thread(asyncio.run, wg.shutdown()))
+            await bounded(in_thread(asyncio.run, wg.shutdown()))
         assert wg.state == "running"
         assert await bounded(wg.echo(2)) == [2]
 

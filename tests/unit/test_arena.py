@@ -23,6 +23,7 @@ from asyncwg._wire.shipment import Shipment
 from asyncwg._worker.blocks import Blocks, Grant
 from asyncwg._worker.lanes import AsyncLane
 from asyncwg.errors import ResourceError
+from tests.leaks import exit_code_of
 
 SIZE = 64 * GRANULE
 OWNER = "g"
@@ -76,7 +77,7 @@ def in_child(act: Callable[[], bool]) -> bool:
             good = act()
         finally:
             os._exit(0 if good else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return exit_code_of(pid) == 0
 
 
 # What a process sees, O-8
@@ -303,7 +304,7 @@ def test_a_forked_child_keeps_what_was_received_when_the_block_is_used_again(
     assert reader.let_go == [(0, 1)]
     write(file, 0, b"\2" * GRANULE)
     os.write(tell, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert exit_code_of(pid) == 0
     assert bytes(view) == b"\1" * GRANULE
     os.close(told)
     os.close(tell)
@@ -333,14 +334,15 @@ def test_a_fork_while_another_thread_receives_and_owns_does_not_stop_the_child(
             reader.mapping.own(0)
             del view
 
-    thread = threading.Thread(target=churn)
+    thread = threading.Thread(target=churn, daemon=True)
     thread.start()
     try:
         for _ in range(20):
             assert in_child(lambda: len(reader.mapping.receive(8 * GRANULE, GRANULE)) == GRANULE)
     finally:
         over.set()
-        thread.join(10)
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_views_outlive_their_mapping(file: int) -> None:
@@ -465,14 +467,15 @@ def test_two_threads_that_tell_what_was_let_go_tell_all_of_it_once(file: int) ->
         except BaseException as error:  # noqa: BLE001  # shown below
             failures.append(error)
 
-    threads = [threading.Thread(target=tell) for _ in range(2)]
+    threads = [threading.Thread(target=tell, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     for i in range(5000):
         blocks._gone.append((i, 1))
     over.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
+    assert [thread.is_alive() for thread in threads] == [False] * 2
     assert failures == []
     assert sum(len(each) for each in told) == 5000 * 16
     os.close(blocks.woken)
@@ -702,10 +705,11 @@ def test_four_threads_that_take_and_let_go_at_once_leave_the_books_right(books: 
                 failures.append(f"{number} found another's bytes")
             del view
 
-    threads = [threading.Thread(target=churn, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=churn, args=(number,), daemon=True) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+    assert [thread.is_alive() for thread in threads] == [False] * 4
     assert failures == []
     assert books.in_use() == 0

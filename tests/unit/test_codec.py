@@ -604,11 +604,12 @@ def test_encoding_in_several_threads_at_once_mixes_nothing_up() -> None:
             if back[0] != number or int(back[1].sum()) != size * number or back[2]() != number:
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+    assert [thread.is_alive() for thread in threads] == [False] * 4
     assert wrong == []
 
 
@@ -639,9 +640,10 @@ def test_a_thread_that_meets_a_tensor_while_another_learns_the_dtypes_reads_it(
         def __setitem__(self, name: str, dtype: Any) -> None:
             super().__setitem__(name, dtype)
             if len(self) == 1:
-                other = threading.Thread(target=read)
+                other = threading.Thread(target=read, daemon=True)
                 other.start()
-                other.join()
+                other.join(30)
+                assert not other.is_alive()
 
     monkeypatch.setattr(values, "_dtypes", Names())
     read()

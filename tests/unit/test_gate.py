@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from typing import Final
 
@@ -31,10 +31,15 @@ def gate() -> Gate:
 
 
 @pytest.fixture
-def in_thread() -> Iterator[InThread]:
-    """Run something in a thread that stands for the lane."""
-    with ThreadPoolExecutor() as pool:
-        yield pool.submit
+def in_thread() -> InThread:
+    """Run something in a thread that stands for the lane, and that nobody joins if it is stuck."""
+
+    def begin(act: Callable[[], object]) -> Future[object]:
+        future: Future[object] = Future()
+        threading.Thread(target=lambda: future.set_result(act()), daemon=True).start()
+        return future
+
+    return begin
 
 
 def waits(future: Future[object]) -> bool:

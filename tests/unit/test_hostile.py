@@ -53,7 +53,9 @@ def test_what_raises_does_so_at_its_moment_only(
 @pytest.mark.parametrize(("how", "status"), [("die", EXIT_STATUS), ("crash", -signal.SIGSEGV)])
 def test_what_ends_the_process_ends_it(how: How, status: int) -> None:
     code = f"from tests.hostile import act; act({how!r})"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == status
+    )
 
 
 def test_what_blocks_can_be_interrupted() -> None:
@@ -62,7 +64,9 @@ def test_what_blocks_can_be_interrupted() -> None:
         "signal.signal(signal.SIGALRM, signal.default_int_handler); "
         "signal.setitimer(signal.ITIMER_REAL, 0.05); act('block')"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, timeout=60
+    )
     assert b"KeyboardInterrupt" in done.stderr
 
 

@@ -210,5 +210,7 @@ def test_functions_import_only_what_must_come_late() -> None:
 @pytest.mark.parametrize("module", ["asyncwg", "asyncwg._worker.main"])
 def test_importing_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({set(LATE)!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == []

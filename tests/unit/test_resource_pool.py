@@ -455,7 +455,7 @@ def test_a_forked_child_holds_nothing_and_its_parent_still_does() -> None:
     # The mask is believed where there is no driver to ask.
     code = "import sys; sys.modules['pynvml'] = None\n" + code
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ, timeout=60)
 
 
 class TestSplitAndMerge:
@@ -639,4 +639,4 @@ def test_counting_devices_imports_neither_torch_nor_numpy() -> None:
         "import sys, asyncwg.resource_pool as p; p.ResourcePool([1]).acquire('a'); "
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
