@@ -15,7 +15,7 @@ from asyncwg._driver.guardian import guardian
 from tests.leaks import bounded
 from tests.process.workers_life import Fifo, Mortal, Parent, Steps, alive, group
 
-PROMPT = 3.0
+PROMPT = 8.0
 """Seconds, on a busy machine, for what takes milliseconds on a quiet one. Nothing that a test would
 wrongly wait for is shorter."""
 

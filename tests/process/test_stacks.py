@@ -123,7 +123,7 @@ def _keep_threads_busy(_worker: Recorder) -> None:
 async def test_a_stopped_rank_is_told_as_silent() -> None:
     async with group(Recorder) as wg:
         os.kill(wg.pids[1], signal.SIGSTOP)
-        seen = await bounded(wg.stacks(timeout=0.2))
+        seen = await bounded(wg.stacks(timeout=1.5))  # the other one has as long on a busy machine
         assert seen.summary == "rank 1 no answer; rank 0 idle"
         os.kill(wg.pids[1], signal.SIGCONT)
         assert await bounded(wg.note("after")) == ["after", "after"]
@@ -136,18 +136,17 @@ async def test_health_says_who_answers_while_methods_run(
     async with group(Recorder) as wg:
         call = wg.hold(started, release)
         await bounded(started.taken(2))
-        answers = await bounded(wg.check_health())
-        assert all(seconds is not None and seconds < 1 for seconds in answers)
+        assert None not in await bounded(wg.check_health(timeout=8))
         release.put(2)
         await bounded(call)
 
 
-async def _silent_at(wg: WorkerGroup, rank: int) -> list[float | None]:
-    """Ask until a rank does not answer: it says that it is about to be stuck before it is."""
-    while True:
+async def _only_silent(wg: WorkerGroup, rank: int) -> None:
+    """Ask until one rank alone does not answer: it says that it is about to be stuck before it is."""
+    silent: list[int] = []
+    while silent != [rank]:
         answers = await wg.check_health(timeout=0.2)
-        if answers[rank] is None:
-            return answers
+        silent = [rank for rank, seconds in enumerate(answers) if seconds is None]
 
 
 async def test_health_says_who_does_not_answer(fifo: Callable[[], Fifo]) -> None:
@@ -155,8 +154,7 @@ async def test_health_says_who_does_not_answer(fifo: Callable[[], Fifo]) -> None
     async with group(Recorder) as wg:
         stuck = wg[1].hold_the_gil(started)
         await bounded(started.taken())
-        answers = await bounded(_silent_at(wg, 1))
-        assert answers[0] is not None
+        await bounded(_only_silent(wg, 1))
         stuck.cancel()
         await wg.shutdown(grace=0)
 
@@ -222,9 +220,12 @@ async def test_a_call_may_have_a_limit_of_its_own(fifo: Callable[[], Fifo]) -> N
 async def test_a_call_that_ends_in_time_is_not_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Though there are calls under way at every moment for longer than that."""
     caplog.set_level(logging.WARNING, "asyncwg")
-    async with group(Recorder, hang_after=0.1) as wg:
-        for _ in range(20):
+    loop = asyncio.get_running_loop()
+    async with group(Recorder, hang_after=0.7) as wg:
+        end = loop.time() + 1.5
+        while loop.time() < end:
             await bounded(wg.note())
         await bounded(wg.note.options(hang_after=5)())
     assert caplog.text == ""
@@ -254,7 +255,7 @@ async def test_an_error_is_told_though_the_silent_rank_is_stopped(
     async with group(Recorder, error_grace=0.05) as wg:
         os.kill(wg.pids[0], signal.SIGSTOP)
         with pytest.raises(WorkerGroupError) as caught:
-            await bounded(wg.fail_or_hold(started, started), 2)
+            await bounded(wg.fail_or_hold(started, started))
         assert "rank 0 no answer" in "\n".join(caught.value.__notes__)
 
 
