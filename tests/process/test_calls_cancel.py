@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,50 @@ async def test_cancelled_calls_between_others_leave_all_ranks_in_step(
     assert [number for number in range(20) if number % 3] == [n for n in first if n % 3]
 
 
-async def test_an_async_call_that_no_rank_has_started_runs_on_none(
+@pytest.mark.parametrize("by", ["cancel", "deadline"])
+async def test_an_async_call_that_was_sent_and_that_no_rank_has_started_runs_on_none(
+    by: str, fifo: Callable[[], Fifo], loop_kind: str
+) -> None:
+    """It lies at the ranks, whose loops are busy."""
+    started, release = fifo(), fifo()
+    async with group(AsyncSteps) as wg:
+        busy = wg.hold_the_loop(started, release)
+        await bounded(started.taken(2))
+        if by == "cancel":
+            dropped = wg.note_async("dropped")
+            dropped.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await bounded(dropped)
+        else:
+            with pytest.raises(CallTimeoutError):
+                await bounded(wg.note_async.options(timeout=0.01)("dropped"))
+        following = wg.note_async("following")
+        # The answers to the votes come by a way of their own: let them come before the ranks go on.
+        await bounded(wg.check_health())
+        release.put(2)
+        assert await bounded(following) == ["following"] * 2
+        assert await bounded(wg.notes_async()) == [["following"], ["following"]]
+        await bounded(busy)
+
+
+async def test_an_async_call_that_one_rank_has_started_is_cancelled_on_all(
+    fifo: Callable[[], Fifo],
+) -> None:
+    """Rank 1 has it too, and has not started it."""
+    started, release, began, seen = fifo(), fifo(), fifo(), fifo()
+    async with group(AsyncSteps) as wg:
+        busy = wg[1].hold_the_loop(started, release)
+        await bounded(started.taken())
+        call = wg.wait_until_cancelled(began, seen)
+        await bounded(began.taken())  # by rank 0
+        call.cancel()
+        await bounded(seen.taken())
+        release.put()
+        await bounded(busy)
+        assert await bounded(wg.echo_async("usable")) == ["usable"] * 2
+
+
+async def test_an_async_call_that_waits_for_another_call_and_is_cancelled_runs_on_none(
     fifo: Callable[[], Fifo],
 ) -> None:
     """A call that waits for the value of another one has not been sent."""
@@ -159,6 +203,15 @@ async def test_a_method_knows_what_is_left_of_its_deadline(loop_kind: str) -> No
         assert 30 < remaining <= 50
 
 
+async def test_a_call_that_a_method_makes_has_what_is_left_of_the_methods_deadline() -> None:
+    """E-5: nested calls inherit it."""
+    async with group(Steps, 1) as wg:
+        call = wg.remaining_in_a_nested_call.options(timeout=50)()
+        (remaining,) = await bounded(call, 30)
+        assert 10 < remaining < 50
+        assert await bounded(wg.remaining_in_a_nested_call(), 30) == [None]
+
+
 async def test_a_call_without_a_deadline_has_all_the_time() -> None:
     async with group(Steps, 1) as wg:
         assert await bounded(wg.remaining()) == [None]
@@ -210,6 +263,51 @@ async def test_the_deadline_of_a_call_cancels_a_running_async_method(
         with pytest.raises(CallTimeoutError):
             await bounded(call)
         await bounded(seen.taken(2))
+
+
+async def test_a_failing_sibling_in_a_task_group_ends_a_call_on_all_ranks(
+    fifo: Callable[[], Fifo], loop_kind: str
+) -> None:
+    started, seen = fifo(), fifo()
+
+    async def fail() -> None:
+        await started.taken(2)
+        raise ValueError("the sibling")
+
+    async with group(Steps) as wg:
+        calls: list[Any] = []
+
+        async def both() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                calls.append(wg.until_cancelled(started, seen))
+                tasks.create_task(calls[0])
+                tasks.create_task(fail())
+
+        with pytest.raises(ExceptionGroup, match="TaskGroup"):
+            await bounded(both())
+        assert calls[0].cancelled()
+        await bounded(seen.taken(2))
+        assert await bounded(wg.echo("usable")) == ["usable"] * 2
+
+
+async def test_an_enclosing_timeout_ends_a_call_on_all_ranks(
+    fifo: Callable[[], Fifo], loop_kind: str
+) -> None:
+    """Though it can't be told to them before it expires: asyncio has no way to ask for it."""
+    started, seen = fifo(), fifo()
+    async with group(Steps) as wg:
+
+        async def limited() -> None:
+            async with asyncio.timeout(60) as limit:
+                call = wg.until_cancelled(started, seen)
+                await started.taken(2)
+                limit.reschedule(asyncio.get_running_loop().time())
+                await call
+
+        with pytest.raises(TimeoutError):
+            await bounded(limited())
+        await bounded(seen.taken(2))
+        assert await bounded(wg.echo("usable")) == ["usable"] * 2
 
 
 async def test_cancelling_does_not_wait_for_the_ranks(

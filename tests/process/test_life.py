@@ -19,6 +19,7 @@ from tests.process.workers_life import (
     Clinging,
     Fifo,
     Hooks,
+    LastWords,
     MixedHooks,
     Parent,
     Steps,
@@ -167,6 +168,23 @@ async def test_a_shutdown_without_grace_kills_at_once() -> None:
     pids = wg.pids
     await bounded(asyncio.gather(wg.shutdown(grace=0), return_exceptions=True), PROMPT)
     assert alive(pids) == []
+
+
+async def test_rank_zero_leaves_when_all_others_have(
+    tmp_path: Path, fifo: Callable[[], Fifo]
+) -> None:
+    """E-6: what they still want of it is there."""
+    leaving, release = fifo(), fifo()
+    file = tmp_path / "words"
+    wg = group(LastWords, 3, str(file), leaving, release)
+    await bounded(wg.__aenter__())
+    ending = asyncio.create_task(wg.shutdown(grace=40))
+    await bounded(leaving.taken())
+    release.put()
+    await bounded(ending)
+    words = file.read_text().split()
+    assert sorted(words) == ["0", "1", "2"]
+    assert words[-1] == "0"
 
 
 async def test_shutting_down_twice_does_nothing(tmp_path: Path, loop_kind: str) -> None:

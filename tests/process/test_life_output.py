@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,41 @@ async def test_lines_arrive_whole_with_name_and_rank(capfd: pytest.CaptureFixtur
             f"[talk:{rank}] " + f"{rank}-{number}-".ljust(200, "x") for number in range(100)
         ]
     assert len(shown) == 200
+
+
+async def test_progress_bars_of_several_ranks_are_lines_of_their_own_and_harm_no_other(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """They overwrote each other and what was printed: https://github.com/tqdm/tqdm/issues/285."""
+    begun = time.monotonic()
+    async with group(Talker, 2, name="talk", output="prefix") as wg:
+        await bounded(wg.bar(100))
+    seconds = time.monotonic() - begun
+    out, err = capfd.readouterr()
+    assert "\r" not in out + err
+    for rank in (0, 1):
+        assert [line for line in out.splitlines() if line.startswith(f"[talk:{rank}] ")] == [
+            f"[talk:{rank}] " + f"{rank}-{step}-".ljust(200, "x") for step in range(100)
+        ]
+        bars = [line for line in err.splitlines() if line.startswith(f"[talk:{rank}] ")]
+        states = [int(line.removeprefix(f"[talk:{rank}] {rank}: ").split("%|")[0]) for line in bars]
+        assert states == sorted(states)
+        assert states[-1] == 100
+        # The first, the last, and one a second between them.
+        assert len(states) <= 2 + seconds
+    assert len(out.splitlines()) == 200
+    assert all(line.startswith("[talk:") for line in err.splitlines())
+
+
+async def test_the_state_of_a_bar_at_a_death_is_shown_and_in_the_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """https://github.com/Lightning-AI/litData/issues/76."""
+    async with group(Talker, 2, name="talk") as wg:
+        with pytest.raises(WorkerDiedError) as caught:
+            await bounded(wg[1].bar_and_die())
+    assert caught.value.stderr_tail[-1] == "1: 20%"
+    assert capfd.readouterr().err.splitlines()[-1] == "[talk:1] 1: 20%"
 
 
 async def test_a_line_in_pieces_arrives_as_one(capfd: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,8 @@ async def main():
     if stage == "starting":
         say("here")
     async with WorkerGroup(
-        ResourcePool([2], use_gpu=False), ClassWithInitArgs(Busy), preload=[], output="inherit"
+        ResourcePool([2], use_gpu=False), ClassWithInitArgs(Busy), output="inherit",
+        preload=["torch"] if stage == "child dataloader" else [],
     ) as wg:
         say("pids", *wg.pids)
         if stage.startswith("child "):
@@ -259,12 +260,17 @@ def test_nothing_is_left_of_a_program_that_was_killed_at_any_moment_of_its_start
     assert program.left() == []
 
 
-@pytest.mark.parametrize("kind", ["stubborn", "daemon", "multiprocessing"])
-def test_no_child_of_a_worker_outlives_a_program_that_was_killed(start: Any, kind: str) -> None:
-    """E-6: the guardian is their subreaper."""
+@pytest.mark.parametrize(
+    ("kind", "children"),
+    [("stubborn", 1), ("daemon", 1), ("multiprocessing", 1), ("dataloader", 2)],
+)
+def test_no_child_of_a_worker_outlives_a_program_that_was_killed(
+    start: Any, kind: str, children: int
+) -> None:
+    """E-6: the guardian is their subreaper; the loading processes of a DataLoader are busy."""
     program: Program = start(f"child {kind}")
     program.wait_for("here")
-    assert len(program.pids) == 4
+    assert len(program.pids) == 2 + 2 * children
     program.process.kill()
     program.wait()
     assert program.left() == []

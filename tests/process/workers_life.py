@@ -200,6 +200,17 @@ class Steps(Worker):
         return asyncwg.current_call().remaining
 
     @register()
+    def remaining_in_a_nested_call(self) -> float | None:
+        """What a call knows that a method makes, to a group of its own."""
+
+        async def nested() -> float | None:
+            async with group(Steps, 1) as inner:
+                found: float | None = await inner[0].remaining()
+                return found
+
+        return asyncio.run(nested())
+
+    @register()
     def until_cancelled(self, started: Fifo, seen: Fifo) -> None:
         """Run until the caller has gone, and say that this was seen."""
         started.put()
@@ -242,6 +253,12 @@ class AsyncSteps(Steps):
     @register()
     async def set_event(self, name: str) -> None:
         self.events.setdefault(name, asyncio.Event()).set()
+
+    @register()
+    async def hold_the_loop(self, started: Fifo, release: Fifo) -> None:
+        """Let no other ``async def`` method start meanwhile."""
+        started.put()
+        release.take()
 
     @register()
     async def wait_until_cancelled(self, started: Fifo, seen: Fifo) -> None:
@@ -688,6 +705,21 @@ class Clinging(Worker):
         time.sleep(FOREVER)
 
 
+class LastWords(Worker):
+    """Writes down that it leaves; rank 1 when it is allowed to."""
+
+    def __init__(self, file: str, leaving: Fifo, release: Fifo) -> None:
+        super().__init__()
+        atexit.register(self._leave, file, leaving, release)
+
+    def _leave(self, file: str, leaving: Fifo, release: Fifo) -> None:
+        if self.rank == 1:
+            leaving.put()
+            release.take()
+        with open(file, "a") as words:
+            words.write(f"{self.rank}\n")
+
+
 class _Clinging:
     def __del__(self) -> None:
         time.sleep(FOREVER)
@@ -717,6 +749,22 @@ class Talker(Worker):
     @register()
     def say_and_die(self) -> None:
         print("last words", flush=True)
+        os._exit(1)
+
+    @register()
+    def bar(self, steps: int) -> None:
+        """Print lines while a bar goes on beside them, as tqdm writes it, to 100%."""
+        for step in range(steps):
+            print(f"{self.rank}-{step}-".ljust(200, "x"), flush=True)
+            sys.stderr.write(f"\r{self.rank}: {100 * (step + 1) // steps:3d}%|{'#' * step}")
+            sys.stderr.flush()
+        sys.stderr.write("\n")
+
+    @register()
+    def bar_and_die(self) -> None:
+        for step in range(3):
+            sys.stderr.write(f"\r{self.rank}: {10 * step}%")
+            sys.stderr.flush()
         os._exit(1)
 
     @register()
