@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncwg._link import link
 from asyncwg._share import share, shared_empty
 from asyncwg._worker.context import current_call
 from asyncwg.call import Call
@@ -100,6 +101,7 @@ __all__ = [
     "create_colocated_worker_raw_cls",
     "current_call",
     "fold_batch_dim",
+    "link",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "pad_dataproto_to_divisor",

@@ -41,6 +41,8 @@ class Worker:
 
     In ``__init__`` those that have been built before; afterwards all of them.
     """
+    links: Mapping[str, Any] = MappingProxyType({})
+    """The process groups that `asyncwg.link` has formed with other groups, by the link's name."""
     _dispatch_dp_rank: dict[str, int]
     _collect_dp_rank: dict[str, bool]
     _mesh_version: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import time
 from dataclasses import dataclass
@@ -94,6 +95,9 @@ class CurrentCall:
 
 place: Place | None = None
 """This process's place, or None where it is no worker."""
+
+loop: asyncio.AbstractEventLoop | None = None
+"""Where ``async def`` methods run, or None where there are none."""
 
 running: contextvars.ContextVar[CurrentCall | None] = contextvars.ContextVar(
     "asyncwg_current_call", default=None

@@ -189,7 +189,7 @@ class AsyncLane:
         self._begun: set[int] = set()
         """Calls whose task has taken its first step. One that is cancelled before would never answer."""
         self._parked: collections.deque[Request] = collections.deque()
-        self._loop = _new_loop()
+        self._loop = context.loop = _new_loop()
         self._thread = threading.Thread(target=self._main, name="asyncwg-async", daemon=True)
         self._channel: SocketChannel | None = None
         self._thread.start()

@@ -35,7 +35,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_core",),
     ("_surface", "_joint"),
     ("_roles", "_union"),
-    ("worker_group",),
+    ("worker_group", "_link"),
     ("colocated", "blocking", "testing"),
     ("", "__main__"),
 )

@@ -76,7 +76,7 @@ NOT_AT_THE_TOP: Final = frozenset({"blocking", "testing"})
 TOP: Final = frozenset({"__version__", "current_call", "link", "run", "share", "shared_empty"})
 """What ``asyncwg`` has beside the names of its modules."""
 
-NOT_YET: Final = frozenset({"link"})
+NOT_YET: Final[frozenset[str]] = frozenset()
 """Names of the design that are still to come."""
 
 
