@@ -14,6 +14,7 @@ from asyncwg._worker.context import CurrentCall
 from asyncwg._worker.parts import Objects
 from asyncwg.decorator import Address
 from asyncwg.errors import AsyncwgError
+from asyncwg.worker import Worker
 
 
 class UnreadableError(AsyncwgError):
@@ -56,6 +57,8 @@ class Service:
         self._roles = [None, *(role for role in objects if role is not None)]
         self._numbers = {address: number for number, address in enumerate(addresses)}
         self._labels = [self._label(address) for address in addresses]
+        # Others may answer to any name.
+        self._meshed = {role: each for role, each in objects.items() if isinstance(each, Worker)}
         self._owners = [objects[address.role] for address in addresses]
         self._names = [address.name for address in addresses]
         self._to_device = frozenset(to_device)
@@ -64,6 +67,7 @@ class Service:
     def forget(self) -> None:
         """Let go of the user's objects: no call comes any more."""
         self._objects = {}
+        self._meshed = {}
         self._owners = []
 
     def _label(self, address: Address) -> str:
@@ -184,16 +188,12 @@ class Service:
     def meshes(self) -> list[Buffer] | None:
         """Encode the meshes of all objects, by role, when some are new, else None."""
         version = 0
-        for each in self._objects.values():
-            version += getattr(each, "_mesh_version", 0)
+        for each in self._meshed.values():
+            version += each._mesh_version  # noqa: SLF001  # the other half of it
         if version == self._reported:
             return None
         self._reported = version
-        told = {
-            role: each.get_dispatch_collect()
-            for role, each in self._objects.items()
-            if getattr(each, "_mesh_version", 0)
-        }
+        told = {role: each.get_dispatch_collect() for role, each in self._meshed.items()}
         return pack(Kind.MESHES, 0, codec.encode(told).stream)
 
 
