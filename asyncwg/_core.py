@@ -33,6 +33,7 @@ from asyncwg.errors import (
     UsageError,
     WorkerDiedError,
     WorkerGroupError,
+    WorkerStartError,
 )
 from asyncwg.resource_pool import ResourcePool
 
@@ -91,6 +92,8 @@ class Core:
         self._finalizer: Any = None
         self._coming: asyncio.Task[None] | None = None
         """What starts it, while it is being started."""
+        self._failed: Exception | None = None
+        """Why it could not be started again, where that will be tried again."""
         self._stopped: asyncio.Future[None] | None = None
         """Done when nothing is left of it; None while nobody has shut it down."""
 
@@ -181,6 +184,11 @@ class Core:
                 raise GroupClosedError(f"group {self.name!r} was shut down")
             if self._state == "starting":
                 raise GroupBrokenError(f"group {self.name!r} is being started: await that first")
+            if self._state == "broken":
+                raise GroupBrokenError(
+                    f"group {self.name!r} could not be started again, and will be tried again: "
+                    f"{self._failed}"
+                ) from self._failed
             raise GroupClosedError(
                 f"group {self.name!r} has not been started: use 'async with' or await WorkerGroup.start(...)"
             )
@@ -235,19 +243,22 @@ class Core:
         if errors:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self.name!r}", errors)
 
-    async def restart(self, grace: float = 5.0) -> None:
-        """Start it again; see `WorkerGroup.restart`."""
+    async def restart(self, grace: float = 5.0, *, last: bool = True) -> None:
+        """Start it again; see `WorkerGroup.restart`. ``last`` is for a start that closes it if it fails."""
         generation = self._generation
-        if generation is None or self._state != "running":
+        if self._state != "broken" and (generation is None or self._state != "running"):
             self.running()
             return
         self._check_loop()
         self._state = "starting"
         self._generation = None
-        self._finalizer.detach()
-        await self._come_up(generation, grace)
+        if generation is not None:
+            self._finalizer.detach()
+        await self._come_up(generation, grace, last=last)
 
-    async def _come_up(self, old: Generation | None = None, grace: float = 0.0) -> None:
+    async def _come_up(
+        self, old: Generation | None = None, grace: float = 0.0, *, last: bool = True
+    ) -> None:
         """Start a generation, in a task of its own, so that `stop` can end that too (E-6)."""
         coming = self._bring_up(old, grace)
         task = self._coming = asyncio.get_running_loop().create_task(coming)
@@ -255,6 +266,9 @@ class Core:
         try:
             await task
         except BaseException as error:
+            if not last and self._stopped is None and isinstance(error, WorkerStartError):
+                self._state, self._failed = "broken", error
+                raise
             self._state = "closed"
             if old is not None and not old.gang.closed:  # it was cancelled before it could begin
                 await old.stop(0, "was started again")

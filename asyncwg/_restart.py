@@ -28,7 +28,7 @@ class RestartPolicy:
     """When a group that broke is started again by itself, and what of its state is kept.
 
     Args:
-        max_restarts: how often in all; 0 for never by itself.
+        max_restarts: how often in all, starts that fail included; 0 for never by itself.
         backoff: seconds before the first restart, twice as many before each further one.
         save_every: save the ranks' state after every so many calls; None for only when the user asks.
         directory: where to keep saved states, one file per rank, replaced as a whole; None for the
@@ -165,16 +165,21 @@ class Supervisor:
         self.give_up(GroupClosedError(f"group {self._name!r} was shut down"))
 
     async def _restart(self, policy: RestartPolicy) -> None:
-        delay = policy.delay(self._restarts)
-        self._restarts += 1
-        _log.warning("group %r broke and is started again in %g s", self._name, delay)
-        await asyncio.sleep(delay)  # the backoff: whatever broke it may need time to pass
-        if self._group.state != "broken":
-            return  # its user was faster
-        try:
-            await self._group.restart()
-        except Exception as error:  # noqa: BLE001  # told to whoever waits, and to the log
-            _log.error("group %r could not be started again: %s", self._name, error)
+        while self._restarts < policy.max_restarts:
+            delay = policy.delay(self._restarts)
+            self._restarts += 1
+            _log.warning("group %r broke and is started again in %g s", self._name, delay)
+            await asyncio.sleep(delay)  # the backoff: whatever broke it may need time to pass
+            if self._group.state != "broken":
+                return  # its user was faster
+            try:
+                await self._group.restart(last=self._restarts >= policy.max_restarts)
+            except Exception as error:  # noqa: BLE001  # told to whoever waits, and to the log
+                _log.error("group %r could not be started again: %s", self._name, error)
+                if self._group.state != "broken":
+                    return  # that is for good
+            else:
+                return
 
     def up_again(self) -> None:
         """The group has been started: send again what waits for that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -21,13 +22,14 @@ from asyncwg import (
     WorkerGroup,
     WorkerStartError,
 )
+from asyncwg._core import Core
 from asyncwg._driver.gang import Gang
 from asyncwg._driver.rank import RankState
 from asyncwg._generation import Generation
 from asyncwg.testing import FaultPlan
 from tests.leaks import bounded
 from tests.process.workers_life import Fifo, alive, group
-from tests.process.workers_reliability import DyingOnLoad, Recorder, Refusing, Saving
+from tests.process.workers_reliability import DyingOnLoad, Recorder, Refusing, Reluctant, Saving
 
 AT_ONCE = RestartPolicy(backoff=0)
 
@@ -203,6 +205,89 @@ async def test_a_policy_gives_up_after_its_number_of_restarts() -> None:
         assert wg.state == "broken"
         with pytest.raises(GroupBrokenError):
             await bounded(wg.note())
+
+
+async def test_a_policy_tries_again_when_a_restart_fails(tmp_path: Path, loop_kind: str) -> None:
+    """What broke the group may need more time to pass: the first failure closed it."""
+    file = tmp_path / "file"
+    policy = RestartPolicy(max_restarts=3, backoff=0)
+    async with group(Reluctant, 2, str(file), restart=policy) as wg:
+        file.write_bytes(b"..")
+        call = wg.given("kept")
+        assert await bounded(call) == ["kept", "kept"]
+        with FaultPlan().kill(1).on(wg):
+            died = death_of(wg)
+            repeated = wg.given("repeated")
+            await bounded(died)
+        assert await bounded(repeated) == ["repeated", "repeated"]
+        assert not file.exists()
+        assert wg.state == "running"
+
+
+async def test_a_group_whose_restart_failed_and_is_tried_again_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    policy = RestartPolicy(max_restarts=3, backoff=0.01)
+    async with group(Reluctant, 1, str(file), restart=policy) as wg:
+        file.write_bytes(b".")
+        await brought_down(wg)
+        monitor: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        restart = wg._core.restart
+
+        async def restart_once(*args: Any, **options: Any) -> None:
+            try:
+                await restart(*args, **options)
+            finally:
+                if not monitor.done():
+                    monitor.set_result(None)
+
+        wg._core.restart = restart_once  # type: ignore[method-assign]
+        await bounded(monitor)
+        assert wg.state == "broken"
+        assert wg.pids == []
+        with pytest.raises(GroupBrokenError, match="tried again") as caught:
+            wg.given(1)
+        assert isinstance(caught.value.__cause__, WorkerStartError)
+        await bounded(wg.restart())
+        assert await bounded(wg.given(1)) == [1]
+
+
+@pytest.mark.parametrize("how", ["shut down", "drop"])
+async def test_a_group_that_ends_between_two_tries_to_start_it_again_leaves_nothing(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    policy = RestartPolicy(max_restarts=3, backoff=0.01)
+    wg = group(Reluctant, 2, str(file), restart=policy)
+    await bounded(wg.__aenter__())
+    file.write_bytes(b"...")
+    core = wg._core
+    await brought_down(wg)
+    await bounded(_until_failed(core))
+    if how == "shut down":
+        await bounded(wg.shutdown())
+    else:
+        del wg
+        gc.collect()
+        await bounded(asyncio.wait(core.supervisor._tasks))
+    assert core.state == "closed"
+    assert core.gang is None
+
+
+async def _until_failed(core: Core) -> None:
+    while core._failed is None:  # noqa: ASYNC110  # nobody tells it
+        await asyncio.sleep(0)
+
+
+async def test_a_group_is_closed_when_its_last_restart_fails(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    policy = RestartPolicy(max_restarts=2, backoff=0)
+    async with group(Reluctant, 2, str(file), restart=policy) as wg:
+        file.write_bytes(b"...")
+        with FaultPlan().kill(1).on(wg):
+            repeated = wg.given("repeated")
+            with pytest.raises(WorkerStartError, match="could not start"):
+                await bounded(repeated)
+        assert wg.state == "closed"
 
 
 def test_the_backoff_doubles() -> None:

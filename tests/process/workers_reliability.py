@@ -176,6 +176,19 @@ class Refusing(Saving):
         raise ValueError("this state is not for me")
 
 
+class Reluctant(Saving):
+    """Does not start while there is a file, of which each try takes a byte."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        if self.rank == 0 and os.path.exists(file):
+            left = os.path.getsize(file) - 1
+            os.truncate(file, left)
+            if not left:
+                os.unlink(file)
+            raise ValueError("not yet")
+
+
 class DyingOnLoad(Saving):
     """Rank 1 dies when it is given its state, and rank 0 is busy with its own for long."""
 
