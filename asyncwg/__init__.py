@@ -51,6 +51,7 @@ from asyncwg.resource_pool import (
     merge_resource_pool,
     split_resource_pool,
 )
+from asyncwg.rows import Rows, RowsClosed, RowsStatistics
 from asyncwg.worker import DistGlobalInfo, DistRankInfo, Worker
 from asyncwg.worker_group import ClassWithInitArgs, RestartPolicy, WorkerGroup
 
@@ -86,6 +87,9 @@ __all__ = [
     "ResourcePool",
     "ResourcePoolManager",
     "RestartPolicy",
+    "Rows",
+    "RowsClosed",
+    "RowsStatistics",
     "Shard",
     "UsageError",
     "Worker",

@@ -18,7 +18,7 @@ import pytest
 
 LAYERS: Final[Sequence[Sequence[str]]] = (
     ("errors", "_linux"),
-    ("mesh", "shards", "_devices", "_markers"),
+    ("mesh", "rows", "shards", "_devices", "_markers"),
     ("_predefined",),
     ("_data", "decorator", "resource_pool", "distributed", "_worker.context"),
     ("protocol", "dispatch", "worker"),

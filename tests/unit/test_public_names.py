@@ -64,6 +64,7 @@ NAMES: Final[dict[str, frozenset[str]]] = {
     "resource_pool": frozenset(
         {"ResourcePool", "ResourcePoolManager", "merge_resource_pool", "split_resource_pool"}
     ),
+    "rows": frozenset({"Rows", "RowsClosed", "RowsStatistics"}),
     "testing": frozenset({"FaultPlan", "Sequencer", "no_leaks"}),
     "worker": frozenset({"DistGlobalInfo", "DistRankInfo", "Worker"}),
     "worker_group": frozenset({"ClassWithInitArgs", "RestartPolicy", "WorkerGroup"}),
