@@ -428,7 +428,7 @@ async def test_a_place_that_comes_in_the_turn_in_which_its_call_is_cancelled_is_
     lane._loop = asyncio.get_running_loop()
     lane._send = lambda _pieces: None
     offers: Any = Offers()
-    task = asyncio.create_task(lane._place(offers, 1, Shipment(b"", [b"x"], [1])))
+    task = asyncio.create_task(lane._placed(offers, 1, Shipment(b"", [b"x"], [1]), Kind.RESULT))
     await asyncio.sleep(0)
     grant = Grant(Placed([(0, GRANULE)], [(1, 0, 0)]), "")
     offers.answer(grant)
