@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import asyncwg
-from benchmarks import loop, memory, run, scaling, table
+from benchmarks import loop, memory, overlap, run, scaling, table
 from benchmarks import report as report_
 from benchmarks.loops import LOOPS
 from benchmarks.process import MODULES, OURS, missing
@@ -84,6 +84,13 @@ def memory_(only: Only = "", rounds: Rounds = 3, out: Out = OUT) -> None:
 def loop_() -> None:
     """Measure what the event loop feels while a gigabyte travels, and sending what is shared."""
     for line in asyncwg.run(loop.measure()):
+        print(line)
+
+
+@app.command("overlap")
+def overlap_() -> None:
+    """Measure how close a trainer that is one step off comes to perfect overlap."""
+    for line in overlap.measure():
         print(line)
 
 

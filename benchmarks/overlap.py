@@ -1,0 +1,191 @@
+"""How close a trainer that is one step off comes to perfect overlap.
+
+A rollout group makes a batch in a given time, a trainer group works on it for the same time; both sleep, so
+nothing but the runtime is measured. With perfect overlap a step takes as long as one of them.
+``python -m benchmarks.overlap LIBRARY WORKERS SECONDS MEGABYTES`` is one run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import asyncwg
+from asyncwg import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from benchmarks.process import missing
+
+LIBRARIES = ("asyncwg", "asyncwg, one call after the other", "ray")
+CASES = ((0.05, 16), (0.005, 1))
+"""Seconds of a step, and megabytes of a batch."""
+SIZES = (2, 4, 8)
+"""Workers in both groups."""
+WARM, SECONDS = 0.3, 3.0
+"""Seconds that are not measured, and that are."""
+
+
+class Side(Worker):
+    """Rollout or trainer."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate(self, prompts: torch.Tensor, seconds: float, columns: int) -> torch.Tensor:
+        batch = _batch(len(prompts), columns)
+        time.sleep(seconds)
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def train(self, batch: torch.Tensor, seconds: float) -> float:
+        time.sleep(seconds)
+        return float(batch[-1, -1])
+
+
+_kept: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _batch(rows: int, columns: int) -> torch.Tensor:
+    """Return one batch, made once: what making it costs is not asked."""
+    if (rows, columns) not in _kept:
+        _kept[rows, columns] = torch.ones(rows, columns)
+    return _kept[rows, columns]
+
+
+def _steps() -> Iterator[int]:
+    """Count steps until the time is over."""
+    end = time.perf_counter() + WARM + SECONDS
+    step = 0
+    while time.perf_counter() < end:
+        yield step
+        step += 1
+
+
+class _Rate:
+    """Steps per second, after the first few."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._from: float | None = None
+        self._count = 0
+
+    def step(self) -> None:
+        now = time.perf_counter()
+        if self._from is not None:
+            self._count += 1
+            self._last = now
+        elif now - self._begin > WARM:
+            self._from = self._last = now
+
+    @property
+    def per_second(self) -> float:
+        assert self._from is not None
+        return self._count / (self._last - self._from)
+
+
+async def _ours(workers: int, seconds: float, columns: int, *, overlap: bool) -> float:
+    side = workers // 2
+    prompts = torch.zeros(side, 4)
+    rate = _Rate()
+    async with (
+        WorkerGroup(ResourcePool([side], use_gpu=False), ClassWithInitArgs(Side)) as rollout,
+        WorkerGroup(ResourcePool([side], use_gpu=False), ClassWithInitArgs(Side)) as trainer,
+    ):
+        if not overlap:
+            for _ in _steps():
+                batch = await rollout.generate(prompts, seconds, columns)
+                await trainer.train(batch, seconds)
+                rate.step()
+            return rate.per_second
+        coming = rollout.generate(prompts, seconds, columns)
+        training = None
+        for _ in _steps():
+            batch, coming = coming, rollout.generate(prompts, seconds, columns)
+            # The trainer waits for the batch itself: nobody here wakes up in between.
+            started = trainer.train(batch, seconds)
+            if training is not None:
+                await training
+                rate.step()
+            training = started
+        await asyncio.gather(training, coming, return_exceptions=True)
+    return rate.per_second
+
+
+def _rays(workers: int, seconds: float, columns: int) -> float:
+    import ray  # import here: only where it is measured
+
+    ray.init(num_cpus=workers, log_to_driver=False, logging_level="ERROR")
+
+    @ray.remote(num_cpus=1)
+    class Actor:
+        def generate(self, seconds: float, columns: int) -> torch.Tensor:
+            batch = _batch(1, columns)
+            time.sleep(seconds)
+            return batch
+
+        def train(self, batch: torch.Tensor, seconds: float) -> float:
+            time.sleep(seconds)
+            return float(batch[-1, -1])
+
+    side = workers // 2
+    rollout: list[Any] = [Actor.remote() for _ in range(side)]
+    trainer: list[Any] = [Actor.remote() for _ in range(side)]
+    rate = _Rate()
+    coming = [actor.generate.remote(seconds, columns) for actor in rollout]
+    training: list[Any] = []
+    for _ in _steps():
+        batch, coming = coming, [actor.generate.remote(seconds, columns) for actor in rollout]
+        started = [
+            actor.train.remote(part, seconds) for actor, part in zip(trainer, batch, strict=True)
+        ]
+        if training:
+            ray.get(training)
+            rate.step()
+        training = started
+    ray.get(training)
+    ray.shutdown()
+    return rate.per_second
+
+
+def measure() -> Iterator[str]:
+    """Run everything, one process at a time, and yield lines of a table."""
+    libraries = [name for name in LIBRARIES if name != "ray" or not missing("ray")]
+    yield "| step, batch | workers | bound | " + " | ".join(libraries) + " |"
+    yield "| --- " * (3 + len(libraries)) + "|"
+    for seconds, megabytes in CASES:
+        for workers in SIZES:
+            cells: list[str] = []
+            for name in libraries:
+                rate = _in_a_process(name, workers, seconds, megabytes)
+                cells.append(f"{rate:.1f}, {100 * rate * seconds:.1f} %")
+            head = f"| {1e3 * seconds:g} ms, {megabytes} MB | {workers} | {1 / seconds:g} / s | "
+            yield head + " | ".join(cells) + " |"
+
+
+def _in_a_process(library: str, workers: int, seconds: float, megabytes: int) -> float:
+    arguments = [library, str(workers), str(seconds), str(megabytes)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.overlap", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(library: str, workers: int, seconds: float, megabytes: int) -> None:
+    """Run one case and print steps per second."""
+    columns = megabytes * (1 << 18) // (workers // 2)
+    if library == "ray":
+        rate = _rays(workers, seconds, columns)
+    else:
+        rate = asyncwg.run(_ours(workers, seconds, columns, overlap=library == "asyncwg"))
+    print(json.dumps(rate))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
