@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import resource
 import signal
 import struct
+import tempfile
 from typing import Final, NamedTuple
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -248,6 +250,32 @@ def _own_pagemap() -> int:
     if _pagemap is None or _pagemap[0] != os.getpid():
         _pagemap = (os.getpid(), os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
     return _pagemap[1]
+
+
+def memory_file(name: str) -> int:
+    """Make a file in memory that nobody else can open and that is gone with its last descriptor.
+
+    Where there is no memfd (an old kernel, a sandbox), a file that loses its name at once: in
+    ``/dev/shm``, or in the folder for temporary files.
+    """
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+    shared = "/dev/shm"  # nothing keeps its name there
+    folder = shared if os.access(shared, os.W_OK) else None
+    descriptor, path = tempfile.mkstemp(prefix=f"{name}-", dir=folder)
+    os.unlink(path)
+    return descriptor
+
+
+def room_in_file(fd: int) -> int | None:
+    """Return how many bytes the file system of a `memory_file` has left; None where it has no bound."""
+    if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
+        return None
+    stat = os.fstatvfs(fd)
+    return stat.f_bavail * stat.f_frsize
 
 
 def available_memory() -> int:

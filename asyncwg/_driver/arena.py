@@ -58,7 +58,7 @@ class Arena:
     def __init__(self) -> None:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.size: Final = memory - memory % GRANULE
-        self.fd: Final = os.memfd_create("asyncwg-arena", os.MFD_CLOEXEC)
+        self.fd: Final = linux.memory_file("asyncwg-arena")
         weakref.finalize(self, os.close, self.fd).atexit = False
         os.ftruncate(self.fd, self.size)
         self.mapping: Final = Mapping(self.fd, self.size, self._let_go)
@@ -187,7 +187,7 @@ class Arena:
     @property
     def room(self) -> int:
         """How large a block could be, in bytes, with all others gone."""
-        return min(self.size, self._memory() + linux.available_memory())
+        return min(self.size, self._memory() + self._available())
 
     def fits(self, weight: int) -> bool:
         """Whether a block of that size could ever be had."""
@@ -230,6 +230,11 @@ class Arena:
             if self.allocations == since:
                 self._touched = last
 
+    def _available(self) -> int:
+        """Return how many bytes of memory could still be put behind the arena."""
+        available, room = linux.available_memory(), linux.room_in_file(self.fd)
+        return available if room is None else min(available, room)
+
     def _memory(self) -> int:
         """Return how many bytes of memory are behind the arena now."""
         return os.fstat(self.fd).st_blocks * 512  # whatever the size of a block of the file system
@@ -244,7 +249,7 @@ class Arena:
         end = start + size
         if end > self._touched:
             # Blocks that were given out and are not filled yet will need memory too.
-            if end - self._memory() > linux.available_memory():
+            if end - self._memory() > self._available():
                 return None
             self._touched = end
         del self._starts[index], self._free[start]

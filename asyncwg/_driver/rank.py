@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from asyncwg import _linux as linux
 from asyncwg._driver.stacks import StackPipe
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._wire.frames import Buffer
@@ -72,7 +73,7 @@ class Rank:
         self, record: BootRecord, stdout: int, stderr: int, arena: int
     ) -> tuple[int, ...]:
         """Return what the process is born with, in the guardian's order; `release` closes our copies."""
-        boot = os.memfd_create("asyncwg-boot", os.MFD_CLOEXEC)
+        boot = linux.memory_file("asyncwg-boot")
         os.write(boot, json.dumps(record).encode())
         control, compute, *lane = (sock.fileno() for sock in self._theirs)
         self._given = (boot, stdout, stderr)

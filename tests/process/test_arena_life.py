@@ -341,6 +341,29 @@ def test_one_megabyte_of_dev_shm_is_enough() -> None:
     assert (done.stdout, done.stderr) == ("right\n", "")
 
 
+WITHOUT_MEMFD: Final = """
+import errno
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "no such call")
+if sys.argv[1] == "refused":
+    os.memfd_create = refuse
+else:
+    del os.memfd_create
+""" + controller_of_two(
+    """for i in range(5):
+            assert all(same(back, i) for back in await wg.echo(numbers(i, 4 * MB)))
+        from asyncwg._driver.arena import arena
+        print(os.readlink(f"/proc/self/fd/{arena().fd}").partition("-")[0])"""
+)
+
+
+@pytest.mark.parametrize("how", ["refused", "missing"])
+def test_without_memfd_values_go_through_a_file_that_has_no_name(how: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    assert ends_well(program(WITHOUT_MEMFD, how)) == "/dev/shm/asyncwg\n"
+    assert set(os.listdir("/dev/shm")) <= before
+
+
 # Whatever the threshold
 
 
