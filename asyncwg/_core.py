@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from asyncwg._catalog import Catalog
 from asyncwg._driver.gang import Gang
@@ -46,6 +46,34 @@ WINDOW_BYTES: Final = 4 << 20
 """Bytes that wait for one rank beyond which ``ready`` waits; larger values go another way."""
 
 
+class Host(Protocol):
+    """Lets other programs call a group; see `asyncwg._attach.host`."""
+
+    async def claim(self) -> None:
+        """Take the group's name, before any process exists.
+
+        Raises:
+            UsageError: it is taken, or there is no safe place for it.
+        """
+        ...
+
+    def changed(self, cause: Exception | None = None) -> None:
+        """Take note that the group has started, or has broken for ``cause``."""
+        ...
+
+    async def close(self, errors: Sequence[Exception] = ()) -> None:
+        """The group has ended: tell everybody, and give the name back. May be called twice.
+
+        Args:
+            errors: what ``close()`` of the ranks raised.
+        """
+        ...
+
+    def ticket(self) -> Any:
+        """Return what another process needs to attach."""
+        ...
+
+
 class Core:
     """What a group is made of. Belongs to the event loop that starts it.
 
@@ -59,6 +87,9 @@ class Core:
         on_hang: told of such calls.
         policy: when it is started again by itself.
     """
+
+    own: bool = True
+    """Whether this program runs it, and orders the calls of all."""
 
     def __init__(
         self,
@@ -96,6 +127,8 @@ class Core:
         """Why it could not be started again, where that will be tried again."""
         self._stopped: asyncio.Future[None] | None = None
         """Done when nothing is left of it; None while nobody has shut it down."""
+        self.host: Host | None = None
+        """Lets other programs attach, where they may."""
 
     @property
     def state(self) -> str:
@@ -103,6 +136,11 @@ class Core:
         if self._state == "running" and self.gang is not None and self.gang.broken is not None:
             return "broken"
         return self._state
+
+    @property
+    def facade(self) -> Any:
+        """What users hold; None when they have dropped it."""
+        return None if self._facade is None else self._facade()
 
     @property
     def gang(self) -> Gang | None:
@@ -212,10 +250,52 @@ class Core:
         if self._state != "new":
             raise UsageError(f"group {self.name!r} was started before: make a new one")
         self._loop = asyncio.get_running_loop()
-        _check_selector(self._loop)
+        check_selector(self._loop)
         self._state = "starting"
         self._facade = weakref.ref(facade)
-        await self._come_up()
+        try:
+            if self.host is not None:
+                await self.host.claim()
+            await self._come_up()
+        except BaseException:
+            self._state = "closed"
+            if self.host is not None:
+                await self.host.close()
+            raise
+
+    async def leave(self) -> None:
+        """Its ``async with`` is left."""
+        await self.stop(5.0)
+
+    async def detach(self) -> None:
+        """Let go of a group that goes on without this program; see `WorkerGroup.detach`."""
+        raise UsageError(
+            f"group {self.name!r} is this program's own: shut it down, or start it with detached=True"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, as a part of what is no group, such as a proxy.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"a part of group {self.name!r} can't be pickled: pickle the group itself, started with "
+            "attachable=True or detached=True"
+        )
+
+    def ticket(self) -> Any:
+        """Return what another process needs to call this group.
+
+        Raises:
+            UsageError: it can't be called by others.
+        """
+        if self.host is None:
+            raise UsageError(
+                f"group {self.name!r} belongs to this program and can't be pickled: start it with "
+                "attachable=True or detached=True to let workers and other programs call it"
+            )
+        return self.host.ticket()
 
     async def stop(self, grace: float) -> None:
         """Shut it down; see `WorkerGroup.shutdown`."""
@@ -231,6 +311,7 @@ class Core:
         self._state = "closed"
         self._stopped = self._loop.create_future()
         self.supervisor.close()
+        errors: list[Exception] = []
         try:
             await self._end_coming_up()
             generation, self._generation = self._generation, None
@@ -240,6 +321,8 @@ class Core:
             errors = await generation.stop(grace, "was shut down")
         finally:
             self._stopped.set_result(None)
+            if self.host is not None:
+                await self.host.close(errors)
         if errors:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self.name!r}", errors)
 
@@ -273,6 +356,8 @@ class Core:
             if old is not None and not old.gang.closed:  # it was cancelled before it could begin
                 await old.stop(0, "was started again")
             self.supervisor.give_up(error if isinstance(error, Exception) else closed)
+            if self.host is not None:
+                self.host.changed(error if isinstance(error, Exception) else closed)
             caller = asyncio.current_task()
             if self._stopped is not None and not (caller is not None and caller.cancelling()):
                 raise closed from None
@@ -344,6 +429,8 @@ class Core:
         self._state = "running"
         self._finalizer = weakref.finalize(facade, generation.let_go(loop))
         self._finalizer.atexit = False
+        if self.host is not None:
+            self.host.changed()
 
     def _loads(self, states: list[Any]) -> list[Job]:
         """Return the calls that give each rank the states that it has saved, role by role."""
@@ -384,6 +471,8 @@ class Core:
 
         sender.fail_waiting(unsent)
         self.supervisor.broke(cause)
+        if self.host is not None:
+            self.host.changed(cause)
 
     def _tell_hang(self, report: HangReport) -> None:
         _log.warning("%s", report)
@@ -391,7 +480,7 @@ class Core:
             self._on_hang(report)
 
 
-def _check_selector(loop: asyncio.AbstractEventLoop) -> None:
+def check_selector(loop: asyncio.AbstractEventLoop) -> None:
     """Refuse a loop that can't watch descriptors, before any process exists."""
     read, write = os.pipe()
     try:

@@ -130,6 +130,11 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._repeats: list[tuple[Call[Any], Callable[[Sender], None]]] = []
 
+    @property
+    def busy(self) -> bool:
+        """Whether it starts the group again, or saves its state."""
+        return bool(self._tasks)
+
     def broke(self, cause: Exception) -> None:
         """Take note that the group has broken."""
         if self.on_death is not None:

@@ -200,6 +200,18 @@ class Sender:
         except Exception as error:  # noqa: BLE001  # what would have been raised at the call
             call.settle(None, error)
 
+    def hold_back(self, job: Job, until: asyncio.Future[None]) -> None:
+        """Keep every call back until ``until`` is done.
+
+        Args:
+            job: of all ranks; it stands in the queues meanwhile, and is never sent.
+            until: e.g. that there is a way to the ranks.
+        """
+        call: Call[Any] = Call(self._loop, job.method.label)
+        call.add_done_callback(lambda _call: call.cancelled() or call.exception())  # nobody's call
+        places = [Place(self, lane, job) for lane in (COMPUTE, ASYNC)]
+        Waiting(call, [until], places, lambda: None).enter()
+
     def fail_waiting(self, error_of: Callable[[Job], Exception]) -> None:
         """Fail what has not been sent: the group has ended. What may be repeated waits for the next one."""
         for waiting in [*self._waiting[COMPUTE], *self._waiting[ASYNC]]:
@@ -304,17 +316,15 @@ class Sender:
                 outcome,
                 target.single,
                 options.on_error,
+                plan.joined or (),
             )
         else:
             loads = [self.encode(job, payload) for payload in plan.payloads]
-            pending = self.hand_out(job, lane, outcome, loads, plan.index)
+            pending = self.hand_out(job, lane, outcome, loads, plan.index, plan.joined or ())
         if job.feed is not None:
             self._feed(job, pending)
             call.attach(pending, _nothing, self._calls)
         else:
-            joined = plan.joined
-            if joined is not None:
-                pending.joins = joined
             call.attach(pending, plan.collect, self._calls)
         if options.timeout is not None:
             pending.expire = expire_later(self._loop, job, call)
@@ -343,8 +353,17 @@ class Sender:
         outcome: Outcome,
         loads: Sequence[Load],
         index: Sequence[int] | None,
+        joins: Sequence[int] = (),
     ) -> Pending:
         """Send what is encoded to the job's ranks: to position i ``loads[index[i]]``.
+
+        Args:
+            job: what is sent; its arguments are in ``loads``.
+            lane: of the ranks.
+            outcome: told the end, once.
+            loads: the different payloads.
+            index: by position, the number of its load; None when all get the first.
+            joins: the ranks whose results will be joined, in that order.
 
         Raises:
             ResourceError: it can't fit into the arena. Nothing was sent.
@@ -366,7 +385,9 @@ class Sender:
             if index is not None:
                 frames = [frames[each] for each in index]
             single, on_error = job.target.single, job.options.on_error
-            return calls.send(call_id, method.label, ranks, lane, frames, outcome, single, on_error)
+            return calls.send(
+                call_id, method.label, ranks, lane, frames, outcome, single, on_error, joins
+            )
         pending = calls.register(
             call_id,
             method.label,
@@ -375,6 +396,7 @@ class Sender:
             outcome,
             single=job.target.single,
             on_error=job.options.on_error,
+            joins=joins,
         )
         now = job.options.copy == "now"
         try:
@@ -417,7 +439,7 @@ class Sender:
 
     def _unsendable(
         self, job: Job, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
-    ) -> TypeError:
+    ) -> TypeError | UsageError:
         try:
             names = [n for n in inspect.signature(job.method.function).parameters if n != "self"]
         except (TypeError, ValueError):
@@ -431,7 +453,8 @@ class Sender:
                 culprit = f"argument {codec.explain_failure(value, name)}"
                 break
         told = failures.text_of(error)
-        return TypeError(f"{job.method.label}: {culprit} can't be pickled: {told}")
+        kind = UsageError if isinstance(error, UsageError) else TypeError
+        return kind(f"{job.method.label}: {culprit} can't be pickled: {told}")
 
     def _defer(self, job: Job, lane: int, call: Call[Any]) -> None:
         """Keep a call's place until the calls among its arguments have values.

@@ -272,6 +272,16 @@ class Surface:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._catalog.methods})
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled; groups that others may call know better.
+
+        Raises:
+            UsageError: always, here.
+        """
+        raise UsageError(
+            f"{self!r} can't be pickled: pickle the group, started with attachable=True or detached=True"
+        )
+
     def rank(self, index: int) -> View:
         """Return the view on one rank; the same as ``wg[index]``."""
         return self[index]
@@ -317,6 +327,10 @@ class View(Surface):
         super().__init__(parent._core, target, parent._catalog)  # noqa: SLF001  # a part of it
         self._parent = parent
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Arrive in another process as the same view of the group that arrives there."""
+        return _view_of, (self._parent, tuple(self._target))
+
     def __repr__(self) -> str:
         ranks = self._target.ranks
         shown = str(ranks[0]) if self._target.single else f"{list(ranks)}"
@@ -330,3 +344,7 @@ def inside(surface: Surface) -> tuple[Core, Target, Catalog]:
     A function, because every attribute of a group is a name that no method can have.
     """
     return surface._core, surface._target, surface._catalog  # noqa: SLF001
+
+
+def _view_of(parent: Surface, target: tuple[tuple[int, ...], bool]) -> View:
+    return View(parent, Target(*target))

@@ -205,6 +205,11 @@ def _check_members(members: Sequence[Surface]) -> None:
         if not isinstance(member, Surface):
             raise UsageError(f"a union takes groups and views of groups, not {member!r}")
         core, target, _ = inside(member)
+        if not core.own:
+            raise UsageError(
+                f"{member!r} is another program's: a union is of groups of one program, which gives all "
+                "their ranks one order of calls"
+            )
         ranks = {(id(core), rank) for rank in target.ranks}
         if not seen.isdisjoint(ranks):
             raise UsageError(f"{member!r} is in the union twice: a rank runs a call once")

@@ -36,7 +36,7 @@ class Waiting:
     def __init__(
         self,
         call: Call[Any],
-        needs: Sequence[Call[Any]],
+        needs: Sequence[asyncio.Future[Any]],
         places: Sequence[Place],
         go: Callable[[], None],
     ) -> None:

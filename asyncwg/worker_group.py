@@ -8,6 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from asyncwg import distributed
+from asyncwg._attach.handle import TravellingCore, make_core
+from asyncwg._attach.handle import attach as attach_to
+from asyncwg._attach.host import Host
+from asyncwg._attach.spawn import detached_core
 from asyncwg._catalog import catalogs_of, roles_of
 from asyncwg._core import Core
 from asyncwg._driver.launch import Spec
@@ -25,6 +29,7 @@ from asyncwg.resource_pool import ResourcePool
 __all__ = ["ClassWithInitArgs", "RestartPolicy", "WorkerGroup"]
 
 T = TypeVar("T")
+Group = TypeVar("Group", bound="WorkerGroup")
 
 
 RESERVED: Final = frozenset(
@@ -127,6 +132,12 @@ class WorkerGroup(Roles):
         arena_limit: bytes of large values in shared memory beyond which calls wait for room; None for half
             of the machine's memory.
         arena_timeout: seconds until a call that waits for room fails with `ResourceError`.
+        detached: start it in a process of its own, which outlives this program. Leaving ``async with`` and
+            `detach` only let go of it; `shutdown`, of any handle, ends it, and so does
+            ``python -m asyncwg stop NAME``. Other programs call it with `attach`. What it prints is in
+            a file beside its socket, unless ``output`` says ``"inherit"`` or names a folder.
+        attachable: let other programs, and workers that get it as an argument, call it while this program
+            runs it.
 
     Raises:
         TypeError: an option that does not exist.
@@ -154,6 +165,8 @@ class WorkerGroup(Roles):
         executor: str = "process",
         arena_limit: int | None = None,
         arena_timeout: float = 30.0,
+        detached: bool = False,
+        attachable: bool = False,
         **unknown: Any,
     ) -> None:
         _check_options(
@@ -185,16 +198,36 @@ class WorkerGroup(Roles):
             arena_limit=arena_limit,
             arena_timeout=arena_timeout,
         )
-        core = Core(
-            spec,
-            resource_pool,
-            catalogs,
-            CallOptions(on_error=on_error),
-            start_timeout=start_timeout,
-            hang_after=hang_after,
-            on_hang=on_hang,
-            policy=restart,
-        )
+        if executor == "inline" and (detached or attachable):
+            raise UsageError(
+                "executor='inline' runs in this process alone: detached and attachable groups need processes"
+            )
+        calls = CallOptions(on_error=on_error)
+        core: Core
+        if detached:
+            core = detached_core(
+                spec,
+                resource_pool,
+                catalogs,
+                calls,
+                start_timeout=start_timeout,
+                hang_after=hang_after,
+                on_hang=on_hang,
+                restart=restart,
+            )
+        else:
+            core = Core(
+                spec,
+                resource_pool,
+                catalogs,
+                calls,
+                start_timeout=start_timeout,
+                hang_after=hang_after,
+                on_hang=on_hang,
+                policy=restart,
+            )
+            if attachable:
+                core.host = Host(core)
         super().__init__(core, core.everyone, core.catalog)
 
     @property
@@ -323,9 +356,12 @@ class WorkerGroup(Roles):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
-        """Shut it down; what ``close()`` raised does not hide an exception that is under way."""
+        """Shut it down, or let go of it where it belongs to no program.
+
+        What ``close()`` raised does not hide an exception that is under way.
+        """
         try:
-            await self.shutdown()
+            await self._core.leave()
         except WorkerGroupError as closing:
             if error is None:
                 raise
@@ -338,6 +374,8 @@ class WorkerGroup(Roles):
         then SIGKILL. Afterwards no process of the group, nor a child of one, exists. Shutting down
         twice does nothing.
 
+        A group that several programs share ends for all of them; `detach` only lets go.
+
         Args:
             grace: seconds until what is left is killed.
 
@@ -347,6 +385,93 @@ class WorkerGroup(Roles):
         Cancelling it kills at once.
         """
         await self._core.stop(grace)
+
+    @classmethod
+    async def attach(
+        cls,
+        name: str,
+        cls_with_init: ClassWithInitArgs[Any] | None = None,
+        *,
+        timeout: float | None = 30.0,
+    ) -> Self:
+        """Return a handle on a group that another program hosts; ``async with`` it to let go at the end.
+
+        It has the same proxies, views and options as the group has for its creator, and the host orders the
+        calls of all programs. Only the same user can attach.
+
+        Args:
+            name: of a group that was started with ``detached=True`` or ``attachable=True``.
+            cls_with_init: the worker's class in this program; None to take it from the host. Its arguments
+                say nothing here.
+            timeout: seconds that the host has to answer; it waits for a group that is being started.
+
+        Raises:
+            UsageError: there is no such group, or its class can't be imported here.
+            CallTimeoutError: the host has not answered.
+        """
+        known = None if cls_with_init is None else cls_with_init.cls
+        core, gang = await attach_to(_check_name(name), known, timeout)
+        group = _around(cls, core)
+        core.adopt(group, gang)
+        return group
+
+    @classmethod
+    async def from_detached(
+        cls,
+        name: str | None = None,
+        *,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_cls_with_init: ClassWithInitArgs[Any] | None = None,
+        timeout: float | None = 30.0,
+    ) -> Self:
+        """Attach to a group by verl's arguments; see `attach`.
+
+        Args:
+            name: of the group.
+            name_prefix: the same.
+            worker_names: all names of one group, as `worker_names` gives them.
+            worker_handles: refused: a view, ``wg[a:b]``, stands for some ranks.
+            ray_cls_with_init: the worker's class in this program.
+            timeout: as for `attach`.
+        """
+        if worker_handles is not None:
+            raise UsageError(
+                "asyncwg has no handles of single workers: attach by name, and take a view such as wg[0:2]"
+            )
+        groups = {each.rpartition(":")[0] for each in worker_names or ()}
+        names = {each for each in (name, name_prefix, *groups) if each is not None}
+        if len(names) != 1:
+            raise UsageError(
+                f"from_detached() takes the name of one group, and got {sorted(names)}"
+            )
+        group = await cls.attach(names.pop(), ray_cls_with_init, timeout=timeout)
+        if worker_names is not None and list(worker_names) != group.worker_names:
+            await group.detach()
+            raise UsageError(
+                f"worker_names {list(worker_names)} are not all ranks of a group in order, which are "
+                f"{group.worker_names}: attach by name, and take a view"
+            )
+        return group
+
+    async def detach(self) -> None:
+        """Let go of a group that goes on without this program. Calls in flight are given up.
+
+        Raises:
+            UsageError: the group is this program's own, and would have nobody.
+        """
+        await self._core.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Arrive in another process as a handle that attaches when it is first used there.
+
+        Raises:
+            UsageError: the group is neither detached nor attachable.
+        """
+        if self._parent is not None:
+            return _role_of, (self._parent, self._catalog.role)
+        return _arrive, (type(self), self._core.ticket())
 
     async def restart(self, grace: float = 5.0) -> None:
         """End the processes and start new ones in their place: a new generation of the same group.
@@ -375,6 +500,24 @@ class WorkerGroup(Roles):
             AttributeError: the class has no ``save_state``.
         """
         await self._core.save()
+
+
+def _around(cls: type[Group], core: Core) -> Group:
+    """Return a group that is made of ``core``."""
+    group = cls.__new__(cls)
+    super(WorkerGroup, group).__init__(core, core.everyone, core.catalog)
+    return group
+
+
+def _role_of(parent: WorkerGroup, role: str) -> WorkerGroup:
+    return parent.spawn([role])[role]
+
+
+def _arrive(cls: type[WorkerGroup], ticket: Any) -> WorkerGroup:
+    core: Any = make_core(TravellingCore, ticket)
+    group = _around(cls, core)
+    core.arrive(group)
+    return group
 
 
 def _refuse_reserved(methods: Mapping[str, Method]) -> None:

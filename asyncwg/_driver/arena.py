@@ -122,6 +122,15 @@ class Arena:
                 self._release(offset, giver, 1)
         self._tell()
 
+    def lend(self, offset: int, giver: Holder, taker: Holder) -> bool:
+        """Let ``taker`` hold a block too; False where ``giver`` does not hold it."""
+        with self._books:
+            block = self._blocks.get(offset)
+            if block is None or giver not in block.holders:
+                return False
+            block.holders[taker] += 1
+            return True
+
     def release_all(self, holder: Holder) -> None:
         """Take back everything that a dead process held."""
         with self._books:
@@ -321,7 +330,7 @@ def arena() -> Arena:
         if _arena is None:
             _arena = Arena()
             find = _arena.mapping.find
-            shards.in_place_joiners[:] = [lambda parts: joined(parts, find)]
+            shards.in_place_joiners.append(lambda parts: joined(parts, find))
         return _arena
 
 

@@ -22,6 +22,7 @@ from asyncwg._wire.frames import ARENA, ITEMS, NONE, Buffer, Kind, pack, unpack
 from asyncwg.errors import WorkerError, WorkerGroupError
 
 _HOLD: Final = int(Kind.HOLD)
+_RESULT: Final = int(Kind.RESULT)
 
 
 class Outcome(Protocol):
@@ -50,6 +51,14 @@ class Region(NamedTuple):
     block: Block
     sizes: Sequence[int]
     """Of the buffers of each rank's result, when they are alike."""
+
+
+class Relay(Protocol):
+    """Another program, whose call this is: it gets the answers as they come."""
+
+    def forward(self, rank: int, kind: int, flags: int, n_buffers: int, body: Buffer) -> None:
+        """Pass a RESULT, ERROR or EXPIRED on."""
+        ...
 
 
 class Pending:
@@ -82,6 +91,8 @@ class Pending:
     """How many items some rank has begun, as far as is known."""
     verdict: Callable[[bool], None] | None = None
     """Of a share of a call of several groups: takes whether no rank has started it, instead of `Calls`."""
+    relay: Relay | None = None
+    """Whose call it is, where it is another program's: its results are not decoded here."""
 
     def __init__(
         self,
@@ -170,6 +181,9 @@ class Calls:
         self._loop = loop
         self._ranks = ranks
         self.error_grace = error_grace
+        self.decides = True
+        """Whether the others are waited for here when a rank has failed; a program that is attached leaves it
+        to the host."""
         self._overdue = overdue
         self._unpack = receive
         self._readers_gone = readers_gone
@@ -195,9 +209,12 @@ class Calls:
         *,
         single: bool,
         on_error: str,
+        joins: Sequence[int] = (),
     ) -> Pending:
         """Take note of a call; see `send`."""
         pending = Pending(call_id, label, ranks, lane, outcome, single, on_error)
+        if joins:
+            pending.joins = joins
         self._pending[call_id] = pending
         for rank in ranks:
             self.load[rank] += 1
@@ -213,6 +230,8 @@ class Calls:
         outcome: Outcome,
         single: bool,
         on_error: str,
+        joins: Sequence[int] = (),
+        relay: Relay | None = None,
     ) -> Pending:
         """Hand a call to all its ranks, now.
 
@@ -225,9 +244,15 @@ class Calls:
             outcome: told the end, once.
             single: whether an error comes alone instead of in a `WorkerGroupError`.
             on_error: ``"abort"`` or ``"wait"``.
+            joins: the ranks whose results will be joined, in that order.
+            relay: gets the answers as they come.
         """
         pending = Pending(call_id, label, ranks, lane, outcome, single, on_error)
         self._pending[call_id] = pending
+        if joins:
+            pending.joins = joins
+        if relay is not None:
+            pending.relay = relay
         everyone, load = self._ranks, self.load
         if len(frames) == 1:
             frame = frames[0]
@@ -248,6 +273,9 @@ class Calls:
                 self._unpack(rank, flags, body, n_buffers, False)
             if pending is None or not pending.owes(rank):
                 return
+            pending.results[rank] = None
+        elif pending.relay is not None:
+            pending.relay.forward(rank, _RESULT, flags, n_buffers, body)
             pending.results[rank] = None
         elif flags & NONE:
             if pending.feed is not None and not pending.owes(rank):
@@ -280,6 +308,9 @@ class Calls:
             if flags & ARENA:
                 self._unpack(rank, flags, body, n_buffers, False)
             return
+        if pending.relay is not None:
+            pending.relay.forward(rank, Kind.ITEM, flags, n_buffers, body)
+            return
         try:
             item: Any = None
             if not flags & NONE:
@@ -297,6 +328,11 @@ class Calls:
             return
         pending.feed.put(rank, item)
 
+    def cancel_silent(self, pending: Pending) -> None:
+        """Tell the ranks that have not answered that nobody waits for them."""
+        for each in pending.silent:
+            self._ranks[each].control.send(pack(Kind.CANCEL, pending.call_id, aux=pending.lane))
+
     def pull(self, pending: Pending, rank: int) -> None:
         """An item of a rank was read: it may make one more."""
         if pending.owes(rank):
@@ -309,6 +345,9 @@ class Calls:
     def expired(self, rank: int, call_id: int) -> None:
         """Take it from a rank that the deadline has passed: its clock may be a little ahead of ours."""
         pending = self._pending.get(call_id)
+        if pending is not None and pending.relay is not None and pending.outcome is not None:
+            # Its deadline is the other program's.
+            pending.relay.forward(rank, Kind.EXPIRED, 0, 0, b"")
         if pending is not None and pending.expire is not None:
             pending.expire()
         self.answered(rank, call_id)
@@ -318,8 +357,15 @@ class Calls:
         pending = self._pending.get(call_id)
         if pending is None or not pending.owes(rank):
             return
-        where = f"{pending.label}, rank {rank}, call {call_id}"
-        self._failed(pending, rank, failures.restore(failure, rank=rank, where=where))
+        if pending.relay is not None:
+            if pending.outcome is not None:
+                pending.relay.forward(rank, Kind.ERROR, 0, 0, codec.encode(failure).stream)
+            # What the exception is made of is the other program's: this stands for it.
+            error: Exception = WorkerError(failure.type_name, failure.text, failure.traceback, rank)
+        else:
+            where = f"{pending.label}, rank {rank}, call {call_id}"
+            error = failures.restore(failure, rank=rank, where=where)
+        self._failed(pending, rank, error)
 
     def get(self, call_id: int) -> Pending | None:
         """Return an unanswered call."""
@@ -342,6 +388,10 @@ class Calls:
             pending.unsent()
         if outcome is not None:
             outcome.settle(None, error)
+
+    def unanswered(self) -> list[Pending]:
+        """Return the calls that some rank has not answered, oldest first."""
+        return list(self._pending.values())
 
     def unreported(self, *, up_to: int) -> list[Pending]:
         """Return the unanswered calls up to a number that have not been reported, and mark them."""
@@ -494,11 +544,10 @@ class Calls:
             pending.watch()
         if pending.feed is not None and len(pending.errors) == 1:
             # The others' generators wait for a reader that gets this error, and no more of theirs.
-            for each in pending.silent:
-                self._ranks[each].control.send(pack(Kind.CANCEL, pending.call_id, aux=pending.lane))
+            self.cancel_silent(pending)
         if not pending.left:
             self._complete(pending)
-        elif len(pending.errors) == 1 and pending.outcome is not None:
+        elif len(pending.errors) == 1 and pending.outcome is not None and self.decides:
             # Where nobody waits any more, ranks fail because they were cancelled, each in its own time.
             pending.timer = self._loop.call_later(self.error_grace, self._grace_over, pending)
         self._wake()

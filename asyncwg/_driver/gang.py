@@ -96,6 +96,8 @@ class Gang:
         self.closed = False
         self.meshes: dict[str | None, dict[str, list[tuple[int, bool] | None]]] = {}
         """By role (None for the worker itself) and the mesh's name."""
+        self.on_meshes: Callable[[], None] | None = None
+        """Called when ranks have registered meshes."""
         self._oom_before = oom_kills()
         self._ranks = [
             Rank(loop, index, self._receive, self._lost, has_async=launch.has_async)
@@ -119,6 +121,11 @@ class Gang:
             loop, guardian, sock, launch.session, self._exited, self._start_failed
         )
         self.watch = Watch(loop, self._ranks, self.calls, self._processes, launch.name)
+
+    @property
+    def session(self) -> str:
+        """The mark of its processes, unique."""
+        return self._launch.session
 
     @property
     def broken(self) -> Exception | None:
@@ -254,6 +261,8 @@ class Gang:
         elif kind == Kind.MESHES:
             told = codec.decode(*unpack(body, n_buffers))
             learn_meshes(self.meshes, told, rank, len(self._ranks))
+            if self.on_meshes is not None:
+                self.on_meshes()
         elif kind == Kind.STOPPED:
             self._stopped(rank)
         elif kind in (Kind.HELD, Kind.STARTED):

@@ -20,15 +20,24 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from asyncwg._driver.arena import CONTROLLER, IDLE_AFTER, TRANSIT, Block, arena
+from asyncwg._driver.arena import (
+    CONTROLLER,
+    IDLE_AFTER,
+    TRANSIT,
+    Arena,
+    Block,
+    Holder,
+    arena,
+)
 from asyncwg._driver.calls import Calls, Pending, Region
 from asyncwg._driver.departure import Cargo, Departure, Load
 from asyncwg._driver.rank import Rank
 from asyncwg._transport.aio import Slot
 from asyncwg._wire import sources
 from asyncwg._wire.frames import (
+    Buffer,
     Kind,
     Placed,
     pack,
@@ -43,10 +52,15 @@ RELIEVE_AFTER: Final = 0.2
 _RELIEVE_AGAIN: Final = 0.02
 """The same, when that has helped: who kept those blocks is likely to keep the next ones too."""
 
-_COPYING: Final = -2
+COPYING: Final = -2
 """Stands for a rank while threads copy to a block."""
 
 _copiers = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="asyncwg-copy")
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> None:
+    """Run what would hold up the event loop."""
+    _copiers.submit(function, *args)
 
 
 def _after_fork() -> None:
@@ -78,6 +92,7 @@ class Transfers:
         session: the generation's name, for the arena's books.
         limit: bytes of blocks beyond which arguments wait.
         timeout: seconds until who waits gives up.
+        books: which block is whose; None for this process's own arena.
     """
 
     def __init__(
@@ -87,13 +102,13 @@ class Transfers:
         session: str,
         limit: int,
         timeout: float,
+        books: Arena | None = None,
     ) -> None:
         self._loop = loop
         self._ranks = ranks
         self._session = session
-        self._limit = limit
         self._timeout = timeout
-        self._arena = arena()
+        self._arena = arena() if books is None else books
         self._wants: collections.deque[_Want] = collections.deque()
         self._listening = False
         self._relief: asyncio.TimerHandle | None = None
@@ -101,6 +116,10 @@ class Transfers:
         """Whether the holders have been asked since somebody got room."""
         self._idle: asyncio.TimerHandle | None = None
         self.closed = False
+        self.limit = limit
+        """Bytes of blocks beyond which arguments wait."""
+        self.on_relief: list[Callable[[], None]] = []
+        """Called to have those that are no ranks asked for the blocks they keep."""
 
     def receive(
         self, rank: int, _flags: int, body: memoryview, n_buffers: int, wanted: bool
@@ -264,15 +283,40 @@ class Transfers:
             ResourceError: it can never fit. Nothing has been sent.
         """
         cargo = [Cargo.of(load, self._arena, (self._session, TRANSIT)) for load in loads]
-        weight = sum(each.weight for each in cargo)
-        if weight > self._limit or not self._arena.fits(weight):
+        try:
+            self.check_fits(sum(each.weight for each in cargo), pending.label)
+        except ResourceError:
             self.settle_transit([block for each in cargo for block in each.references])
+            raise
+        Departure(self, calls, pending, cargo, index, now=now).begin()
+
+    def check_fits(self, weight: int, label: str) -> None:
+        """Raise if so many bytes of arguments can never fit.
+
+        Raises:
+            ResourceError: they are more than the limit, or than there is memory.
+        """
+        if weight > self.limit or not self._arena.fits(weight):
             raise ResourceError(
-                f"{pending.label}: {_bytes(weight)} of arguments can't fit the arena "
-                f"(arena_limit is {_bytes(self._limit)}, "
+                f"{label}: {_bytes(weight)} of arguments can't fit the arena "
+                f"(arena_limit is {_bytes(self.limit)}, "
                 f"memory has room for {_bytes(self._arena.room)}): send less at a time"
             )
-        Departure(self, calls, pending, cargo, index, now=now).begin()
+
+    def give(self, blocks: Sequence[Block], holder: Holder) -> None:
+        """Blocks that were wanted for another program are its own now, to fill and to send."""
+        for block in blocks:
+            self._arena.move(block.offset, (self._session, TRANSIT), holder)
+
+    def lend(self, offset: int, holder: Holder, rank: int) -> bool:
+        """A rank is sent a block by another program; False where that does not hold it."""
+        return self._arena.lend(offset, holder, (self._session, rank))
+
+    def pass_on(self, rank: int, body: Buffer, n_buffers: int, holder: Holder) -> None:
+        """A rank's result goes on to another program, which holds from now on where it stands."""
+        for offset, _ in unpack_placed(memoryview(body), n_buffers)[1].blocks:
+            self._arena.move(offset, (self._session, rank), holder)
+        self._look_later()
 
     def want(
         self,
@@ -314,7 +358,7 @@ class Transfers:
         lock = threading.Lock()
         errors: list[BaseException] = []
         for block in blocks:
-            self._arena.hold(block, (self._session, _COPYING))
+            self._arena.hold(block, (self._session, COPYING))
 
         def tell(future: concurrent.futures.Future[None]) -> None:
             nonlocal left
@@ -326,7 +370,7 @@ class Transfers:
                 if left:
                     return
             for block in blocks:
-                self._arena.release(block.offset, (self._session, _COPYING))
+                self._arena.release(block.offset, (self._session, COPYING))
             try:
                 self._loop.call_soon_threadsafe(done, errors[0] if errors else None)
             except RuntimeError:
@@ -381,7 +425,7 @@ class Transfers:
         return False
 
     def _allocate(self, weights: Sequence[int], *, limited: bool) -> list[Block] | None:
-        if limited and self._arena.in_use(self._session) + sum(weights) > self._limit:
+        if limited and self._arena.in_use(self._session) + sum(weights) > self.limit:
             return None
         return self._arena.allocate_all(weights, self._session)
 
@@ -434,6 +478,8 @@ class Transfers:
             if held:
                 rank.control.send(pack(Kind.OWN, 0, struct.pack(f"<{len(held)}Q", *held)))
         _copiers.submit(self._arena.mapping.own_all)
+        for ask in self.on_relief:
+            ask()
         self._relieve_in(RELIEVE_AFTER * 5)
         self._relieved = True
 
@@ -446,7 +492,7 @@ class Transfers:
         ]
         return (
             f"no room in the arena for {_bytes(weight)} of {what} after {self._timeout} s: "
-            f"arena_limit is {_bytes(self._limit)}; {', '.join(held) or 'nobody holds any of it'}. "
+            f"arena_limit is {_bytes(self.limit)}; {', '.join(held) or 'nobody holds any of it'}. "
             "Await calls before making more, or raise arena_limit"
         )
 

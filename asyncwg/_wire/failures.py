@@ -92,6 +92,11 @@ def restore(failure: Failure, *, rank: int, where: str) -> Exception:
     return error
 
 
+def relay(failure: Failure) -> Exception:
+    """Make the exception again as it was, from another controller's record. Never raises."""
+    return _rebuild_chain(failure, None)
+
+
 def _is_confusing(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(error, _CONFUSING)
 
@@ -153,7 +158,7 @@ class _Bare(NamedTuple):
         return error
 
 
-def _rebuild(failure: Failure, rank: int) -> Exception:
+def _rebuild(failure: Failure, rank: int | None) -> Exception:
     if failure.pickled is not None:
         try:
             stream, parts = codec.decode(failure.pickled)
@@ -167,7 +172,7 @@ def _rebuild(failure: Failure, rank: int) -> Exception:
     return WorkerError(failure.type_name, failure.text, failure.traceback, rank)
 
 
-def _rebuild_chain(failure: Failure, rank: int) -> Exception:
+def _rebuild_chain(failure: Failure, rank: int | None) -> Exception:
     error = _rebuild(failure, rank)
     if failure.cause is not None:
         _set(error, "__cause__", _rebuild_chain(failure.cause, rank))

@@ -86,6 +86,22 @@ class Kind(enum.IntEnum):
     """Worker: what a generator has yielded; RESULT or ERROR follows when it ends."""
     PULL = 25
     """Driver, on the control lane: an item of this call was taken; one more may come."""
+    ROUTE = 26
+    """Attached program: what the calls of one kind have in common, under a number."""
+    RELAY = 27
+    """Attached program: a call, as the frames that the ranks are to get."""
+    ABANDON = 28
+    """Attached program: nobody waits for this call any more."""
+    WANT = 29
+    """Attached program: places for arguments of these sizes, please. Host: GRANT."""
+    UNWANT = 30
+    FAILED = 31
+    """Host: the call has ended otherwise than by the answers of its ranks."""
+    STATE = 32
+    """Host: how the group is now."""
+    ASK = 33
+    """A request by name. The other side: TOLD, with the same number."""
+    TOLD = 34
 
 
 KINDS: Final = frozenset(int(kind) for kind in Kind)

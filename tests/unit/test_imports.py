@@ -33,10 +33,11 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_catalog", "_inline", "_restart", "_testing"),
     ("_generation",),
     ("_core",),
+    ("_attach",),
     ("_surface", "_joint"),
     ("_roles", "_union"),
     ("worker_group", "_link"),
-    ("colocated", "blocking", "testing"),
+    ("colocated", "blocking", "testing", "_host"),
     ("", "__main__"),
 )
 """From the bottom up. A module imports from layers below its own, and from its own entry."""

@@ -1,0 +1,1 @@
+"""Calling a group from programs that did not start it; see "Attached groups" in docs/architecture.md."""
