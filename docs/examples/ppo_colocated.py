@@ -7,7 +7,7 @@ and gradients are added up over the workers, so the nets are the same everywhere
 import argparse
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import gymnasium
@@ -47,6 +47,10 @@ def environments(count: int) -> VectorEnv:
     )
 
 
+def average(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
+
+
 class Role(Worker):
     """A small net, and how to train it together with the other ranks."""
 
@@ -81,7 +85,7 @@ class Role(Worker):
                 nn.utils.clip_grad_norm_(self.net.parameters(), MOST_GRADIENT)
                 self.optimizer.step()
                 losses.append(mean.item())
-        return sum(losses) / len(losses)
+        return average(losses)
 
 
 class Actor(Role):
@@ -207,7 +211,7 @@ def divergence(batch: DataProto) -> float:
 
 
 async def train(workers: int, updates: int, until: float, seed: int) -> float:
-    """Train until the last hundred episodes brought ``until``; return what fresh ones bring."""
+    """Train until episodes bring ``until`` on average; return what fresh ones bring."""
     roles = {
         "actor": ClassWithInitArgs(Actor, seed),
         "critic": ClassWithInitArgs(Critic, seed),
@@ -217,8 +221,7 @@ async def train(workers: int, updates: int, until: float, seed: int) -> float:
     async with WorkerGroup(pool, create_colocated_worker_cls(roles), name="ppo") as wg:
         groups = wg.spawn(set(roles))  # three groups, and still one process for each rank
         await fit(groups["actor"], groups["critic"], groups["reference"], updates, until)
-        returns = await groups["actor"].evaluate(EPISODES, seed=10**6 + seed)
-        return sum(returns) / len(returns)
+        return average(await groups["actor"].evaluate(EPISODES, seed=10**6 + seed))
 
 
 async def fit(
@@ -228,7 +231,7 @@ async def fit(
     with progress() as bar:
         task = bar.add_task("", total=updates, returns=0.0, kl=0.0, policy=0.0, value=0.0)
         rollout = actor.rollout()  # on its way: a call is sent when it is made, not when awaited
-        for _ in range(updates):
+        for update in range(updates):
             # Not awaited yet, it is an argument already: its rows go straight to who asks for them.
             values, logits = critic.values(rollout), reference.logits(rollout)
             batch = (await rollout).union(await values).union(await logits)
@@ -236,15 +239,15 @@ async def fit(
             learning = asyncio.gather(actor.update(batch), critic.update(batch))
             # Behind the updates, so with the new policy: the workers go on while we look at numbers.
             rollout = actor.rollout()
-            for returns in batch.meta_info["metrics"]["returns"]:
-                recent.append(returns)
-            mean = sum(recent) / max(len(recent), 1)
-            policy, value = (sum(losses) / len(losses) for losses in await learning)
-            bar.update(
-                task, advance=1, returns=mean, kl=divergence(batch), policy=policy, value=value
-            )
-            if len(recent) == recent.maxlen and mean >= until:
-                break
+            recent.extend(batch.meta_info["metrics"]["returns"])
+            played, kl = average(recent), divergence(batch)
+            policy, value = map(average, await learning)
+            bar.update(task, advance=1, returns=played, kl=kl, policy=policy, value=value)
+            # Those were played by policies of the past too, so the one of now is asked as well.
+            if played >= until and len(recent) == recent.maxlen:
+                trial = await actor.evaluate(EPISODES, seed=2 * 10**6 + 1000 * update)
+                if average(trial) >= until:
+                    break
         rollout.cancel()  # nobody needs the last one
 
 
@@ -253,12 +256,12 @@ def progress() -> Progress:
         "return {task.fields[returns]:.0f}",
         "KL {task.fields[kl]:.3f}",
         "loss: policy {task.fields[policy]:.3f}",
-        "value {task.fields[value]:.2f}",
+        "value {task.fields[value]:.1f}",
     )
     return Progress(
         TextColumn("update"),
         MofNCompleteColumn(),
-        BarColumn(10),
+        BarColumn(8),
         *map(TextColumn, numbers),
         TimeElapsedColumn(),
     )
