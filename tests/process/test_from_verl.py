@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,9 +27,20 @@ from asyncwg import (
     Worker,
     WorkerGroup,
 )
+from asyncwg._core import WINDOW_CALLS
 from tests.leaks import bounded
-from tests.process.workers_from_verl import Collected, Facts, Outer, Place, Splitting
-from tests.process.workers_values import group
+from tests.process.workers_from_verl import (
+    Actor,
+    Collected,
+    Critic,
+    Facts,
+    Outer,
+    Place,
+    Reference,
+    Splitting,
+)
+from tests.process.workers_life import Fifo
+from tests.process.workers_values import Rows, group
 
 MODES: Final = ["proto", "with_func", "metric", "mesh", "pair"]
 """Every mode that splits a batch by rows; ``pair`` is a mode of the user's own."""
@@ -79,20 +97,18 @@ async def test_rows_that_do_not_divide_are_shared_out_as_evenly_as_can_be(
         assert (values(doubled), doubled.dtype) == (values(batch * 2), torch.int16)
 
 
-@pytest.mark.parametrize("mode", MODES)
-async def test_the_mean_of_all_rows_is_not_the_mean_of_the_shards_means(
-    two: WorkerGroup, mode: str
-) -> None:
+async def test_the_mean_of_all_rows_is_not_the_mean_of_the_shards_means(two: WorkerGroup) -> None:
     """https://github.com/verl-project/verl/pull/1356."""
-    result = await bounded(split(two, mode, torch.arange(5.0), "allow"))
-    assert sum(by_rank(mode, result, "sum")) / sum(by_rank(mode, result, "real")) == 2.0
+    for mode in MODES:
+        result = await bounded(split(two, mode, torch.arange(5.0), "allow"))
+        assert sum(by_rank(mode, result, "sum")) / sum(by_rank(mode, result, "real")) == 2.0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [5, 1, 0])
 async def test_rows_that_do_not_divide_are_refused_where_nothing_else_was_said(
-    two: WorkerGroup, mode: str
+    two: WorkerGroup, rows: int
 ) -> None:
-    for rows in (5, 1, 0):
+    for mode in MODES:
         with pytest.raises(DispatchError, match="can't be split evenly over 2 ranks"):
             split(two, mode, torch.arange(rows), "error")
 
@@ -239,6 +255,22 @@ async def test_what_is_handed_on_is_what_the_users_collect_function_makes_of_it(
         assert values(await bounded(three.double(call))) == [20, 22, 24]
 
 
+async def test_a_producer_can_wait_until_every_rank_has_room(
+    fifo: Callable[[], Fifo],
+) -> None:
+    """In verl calls pile up in the object store."""
+    async with group(Rows) as wg:
+        gate = fifo()
+        busy = wg.run(lambda _worker, gate: gate.take(), gate)
+        waiting = [wg.count() for _ in range(WINDOW_CALLS)]
+        ready = asyncio.create_task(wg.ready())
+        done, _ = await asyncio.wait({ready}, timeout=0.05)
+        assert not done
+        gate.put(2)
+        await bounded(ready)
+        await bounded(asyncio.gather(busy, *waiting))
+
+
 async def test_a_worker_tells_its_environment_by_the_methods_of_verl() -> None:
     async with group(Place) as wg:
         assert await bounded(wg.execute_all("get_cuda_visible_devices")) == ["", ""]
@@ -260,3 +292,62 @@ async def test_a_group_tells_its_ranks_by_the_names_of_verl() -> None:
             (1, 2, 1, 2),
         ]
         assert (wg.resource_pool.store, wg.world_size) == ([2], 2)
+
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "from-verl.md"
+EXAMPLE: Final = PAGE.parent / "examples" / "ppo_colocated.py"
+
+
+def compute_advantage(batch: DataProto) -> DataProto:
+    """The user's own part of the control loop that the page shows."""
+    assert batch.batch is not None
+    data = batch.batch
+    advantage = data["prompt"] - data["value"] + 0.5 * (data["response"] + data["ref_log_prob"])
+    return batch.union(DataProto.from_dict({"advantage": advantage}))
+
+
+def ported(form: str) -> Any:
+    """Return ``main`` of the control loop in the page: verl's, or one that is ported."""
+    loops = [code for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+             if "def fit(" in code]  # fmt: skip
+    code = loops[["verl", "awaited", "blocking"].index(form)]
+    names = {"Actor": Actor, "Critic": Critic, "Reference": Reference}
+    namespace: dict[str, Any] = {**names, "compute_advantage": compute_advantage}
+    exec(compile(code, f"{PAGE}: {form}", "exec"), namespace)
+    return namespace["main"]
+
+
+def check_history(history: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Two workers on two batches: the critic comes nearer to what is asked, the actor learns of it."""
+    assert [actor["metrics"] for actor, _ in history] == [{"actor": [0.5, 1.5]}] * 2
+    assert [critic["metrics"]["critic"] for _, critic in history] == [[0.5, 1.5], [0.75, 2.25]]
+
+
+def prompts() -> list[DataProto]:
+    return [DataProto.from_dict({"prompt": torch.tensor([1.0, 1.0, 3.0, 3.0])}) for _ in range(2)]
+
+
+async def test_the_awaited_control_loop_of_the_page_runs_as_shown() -> None:
+    check_history(await bounded(ported("awaited")(prompts()), 60))
+
+
+@pytest.mark.skipif(find_spec("gymnasium") is None, reason="needs gymnasium: pip install '.[test]'")
+@pytest.mark.parametrize(("until", "status"), [("1", 0), ("501", 1)])
+def test_the_ppo_example_trains_and_ends_with_1_where_it_misses_its_goal(
+    until: str, status: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--updates", "2", "--until", until],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, "expected at least 501" in done.stderr) == (status, status == 1), (
+        done.stderr
+    )
+    assert re.search(
+        r"^mean return \d+\.\d over 100 fresh episodes, after \d+ s$", done.stdout, re.M
+    )
+    assert "2/2" in done.stdout

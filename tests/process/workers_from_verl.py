@@ -135,3 +135,50 @@ class Collected(Worker):
     @register(dispatch_mode={"dispatch_fn": give_whole, "collect_fn": pick_last})
     def add_rank(self, rows: torch.Tensor) -> torch.Tensor:
         return rows + 10 * self.rank
+
+
+class _Role(Worker):
+    """A role of the control loop that the page for verl's users shows; it learns one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = torch.zeros(1)
+
+    def _towards(self, target: torch.Tensor, name: str) -> DataProto:
+        self.level += 0.5 * (target.mean() - self.level)
+        return DataProto(meta_info={"metrics": {name: float(self.level)}})
+
+
+class Actor(_Role):
+    """Answers with its number."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"response": self.level.repeat(len(batch))})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def update_actor(self, batch: DataProto) -> DataProto:
+        assert batch.batch is not None
+        return self._towards(batch.batch["advantage"], "actor")
+
+
+class Critic(_Role):
+    """Values everything alike."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"value": self.level.repeat(len(batch))})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def update_critic(self, batch: DataProto) -> DataProto:
+        assert batch.batch is not None
+        return self._towards(batch.batch["prompt"], "critic")
+
+
+class Reference(_Role):
+    """Stays as it was."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        assert batch.batch is not None
+        return DataProto.from_dict({"ref_log_prob": -batch.batch["response"]})
