@@ -65,6 +65,7 @@ class Stream(AsyncIterator[tuple[int, Any]]):
         self._feed = feed
         self._label = label
         self._told = False
+        self._is_read = False
         call.add_done_callback(feed.wake)
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Any]]:
@@ -79,6 +80,7 @@ class Stream(AsyncIterator[tuple[int, Any]]):
         """
         feed = self._feed
         feed.reader = None
+        self._is_read = True
         while not feed.items:
             if self._call.done():
                 self._end()
@@ -99,6 +101,8 @@ class Stream(AsyncIterator[tuple[int, Any]]):
         self._feed.items.clear()
         self._feed.reader = None
         if self._call.done():
+            if self._is_read and not self._call.cancelled():
+                self._call.exception()  # who leaves a loop does not wait for what comes behind it
             return
         loop = self._call.get_loop()
         if asyncio._get_running_loop() is loop:  # noqa: SLF001  # does not raise where none runs

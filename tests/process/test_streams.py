@@ -234,6 +234,47 @@ async def test_an_error_of_one_rank_closes_the_generators_of_the_others_and_the_
     assert await bounded(wg.echo(1)) == [1, 1]
 
 
+@pytest_asyncio.fixture
+async def told() -> AsyncIterator[list[Any]]:
+    """The exceptions that the loop is told of, because nobody has looked at them."""
+    found: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: found.append(context.get("exception")))
+    yield found
+    loop.set_exception_handler(None)
+
+
+async def ended(stream: Any) -> None:
+    """Wait until a stream has ended, without reading it."""
+    while not stream._call.done():  # noqa: ASYNC110  # nobody tells it
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("name", ["fail_after", "fail_after_async"])
+async def test_an_error_that_came_before_the_loop_was_left_is_nobodys(
+    wg: WorkerGroup, name: str, told: list[Any]
+) -> None:
+    """Whether it was reported was a matter of luck: one that comes afterwards never is."""
+    stream = getattr(wg[0], name)(1, -1)
+    async for _ in stream:
+        await bounded(ended(stream))
+        break
+    del stream
+    gc.collect()
+    assert told == []
+
+
+@pytest.mark.parametrize("name", ["fail_after", "fail_after_async"])
+async def test_an_error_of_a_stream_that_nobody_reads_is_reported(
+    wg: WorkerGroup, name: str, told: list[Any]
+) -> None:
+    stream = getattr(wg[0], name)(1, -1)
+    await bounded(ended(stream))
+    del stream
+    gc.collect()
+    assert [str(error) for error in told] == ["no item 1"]
+
+
 async def test_a_death_comes_after_the_items_that_came_before_it(wg: WorkerGroup) -> None:
     items: list[Any] = []
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
