@@ -71,6 +71,8 @@ class Sent:
     does: str = "return"
     """``"return"``, ``"raise"``, ``"never"`` or ``"die"``."""
     failing: Sequence[int] = ()
+    stream: bool = False
+    """Whether it is a generator: one whose rank has failed ends elsewhere where it is."""
     anywhere: bool = False
     """Whether one rank runs it, and which is not known."""
     timeout: float | None = None
@@ -97,6 +99,7 @@ class Sent:
             self.outcome.kind in ("right", "wrong")
             or (
                 self.does == "raise"
+                and not self.stream
                 and isinstance(self.error, ValueError | WorkerGroupError)
                 and not isinstance(self.error, UsageError)
             )
@@ -221,7 +224,12 @@ def order_complaints(
                 found.append(f"{sent} is for one rank and was run on {where}")
         elif sent.was_run and len(where) < len(sent.ranks):
             found.append(f"{sent} has an answer and was run on {where} alone")
-        elif where and len(where) < len(sent.ranks) and lane == "def":
+        elif (
+            where
+            and len(where) < len(sent.ranks)
+            and lane == "def"
+            and not (sent.stream and sent.error is not None)
+        ):
             # An async body that was cancelled before its first line has not written itself down.
             found.append(f"{sent} was run on {where} alone")
     return found

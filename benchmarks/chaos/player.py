@@ -28,8 +28,8 @@ from asyncwg._driver.guardian import guardian
 from asyncwg.testing import FaultPlan
 from benchmarks.chaos import model
 from benchmarks.chaos.model import Life, Outcome, Sent
-from benchmarks.chaos.program import CallOp, GroupOp, KillOp, Op, ranks_of
-from benchmarks.chaos.values import Value, equal, scaled, spoil, total
+from benchmarks.chaos.program import ENDLESS, STREAMS, CallOp, GroupOp, KillOp, Op, ranks_of
+from benchmarks.chaos.values import Value, equal, item_of, scaled, spoil, total
 from benchmarks.chaos.worker import Chaos
 
 BOUND: Final = 20.0
@@ -39,7 +39,9 @@ MANY: Final = 40
 KEPT: Final = 12
 """Results that are kept and looked at again."""
 LANES: Final = {
-    **dict.fromkeys(("echo_async", "give_async", "fail_async", "forever_async"), "async"),
+    **dict.fromkeys(
+        ("echo_async", "give_async", "fail_async", "forever_async", "tell_async"), "async"
+    ),
     "nap_async": "limited",
 }
 """Where methods write down that they ran; all others are ``def``."""
@@ -359,7 +361,11 @@ class Player:
         proxy = getattr(surface, op.method).options(**op.options)
         args, expected = self._arguments(op, sent, token, ranks, single)
         self._say(f"{token}: {op}")
-        call = self._follow(slot, sent, functools.partial(proxy, *args), expected, op)
+        make = functools.partial(proxy, *args)
+        if op.method in STREAMS:
+            sent.stream = True
+            make = functools.partial(self._read, sent, proxy, args, op)
+        call = self._follow(slot, sent, make, expected, op)
         if call is None:
             await self._recover(slot)
             return
@@ -368,7 +374,7 @@ class Player:
             sent.spoiled = spoil(args[1]) if len(args) > 1 else False
         if op.cancel is not None:
             self._cancel_later(sent, call, *op.cancel)
-        if op.method not in ("fail", "fail_async", "until_told", "forever_async", "metric"):
+        if op.method not in ("fail", "fail_async", *ENDLESS, *STREAMS, "metric"):
             self._last = (sent, expected, call)
         await self._wait(sent, call, op)
 
@@ -389,6 +395,11 @@ class Player:
             case "until_told" | "forever_async":
                 sent.does = "never"
                 return [token], None
+            case "tell" | "tell_async":
+                if op.failing:
+                    sent.does, sent.failing = "raise", op.failing
+                # Large ones as many as the group has room for.
+                return [token, op.number, min(op.value.size, 100_000), list(op.failing)], "all"
             case "give" | "give_async":
                 size, seed = op.value.size, op.number
                 expected = [_Given(size, seed * 8 + rank) for rank in ranks]
@@ -461,6 +472,19 @@ class Player:
         call.add_done_callback(ended)
         return call
 
+    def _read(self, sent: Sent, proxy: Any, args: list[Any], op: CallOp) -> Any:
+        """Begin to read a generator; what is returned stands for the call."""
+        stream = proxy(*args)
+        begun: list[bool] = []
+        reading = self._loop.create_task(_items_of(sent, stream, args[2], op, begun))
+
+        def ended(_task: object) -> None:
+            if not begun:  # it was cancelled before its loop, and its traceback holds the stream
+                stream.close()
+
+        reading.add_done_callback(ended)
+        return reading
+
     def _cancel_later(self, sent: Sent, call: Call[Any], kind: str, amount: float) -> None:
         def now() -> None:
             if not call.done():
@@ -529,6 +553,24 @@ async def _marked(sent: Sent, call: Call[Any]) -> None:
 
 async def _result_of(call: Call[Any]) -> Any:
     return await call
+
+
+async def _items_of(sent: Sent, stream: Any, size: int, op: CallOp, begun: list[bool]) -> str:
+    """Read items, and say what is wrong with them, or that all have come."""
+    begun.append(True)
+    counts = dict.fromkeys(sent.ranks, 0)
+    async for rank, item in stream:
+        if rank not in counts or not equal(item, item_of(rank, counts[rank], size)):
+            return f"item {counts.get(rank)} of rank {rank} is {_short(item)}"
+        counts[rank] += 1
+        if op.seconds:
+            await asyncio.sleep(min(op.seconds, 0.005))
+        if sum(counts.values()) == op.read:
+            sent.cancelled = True
+            break
+    else:
+        return "all" if set(counts.values()) == {op.number} else f"so many items came: {counts}"
+    raise asyncio.CancelledError
 
 
 async def _each(call: Call[Any]) -> None:

@@ -16,11 +16,13 @@ WEIGHTS: Final = (4, 4, 4, 4, 6, 6, 4, 4, 3, 2, 1)
 METHODS: Final = {
     "echo": 14, "own": 6, "scale": 14, "metric": 6, "each": 6, "first": 4, "whichever": 6, "give": 6,
     "keep": 5, "nap": 5, "fail": 5, "until_told": 2, "echo_async": 10, "nap_async": 5, "give_async": 4,
-    "fail_async": 3, "forever_async": 3,
+    "fail_async": 3, "forever_async": 3, "tell": 5, "tell_async": 4,
 }  # fmt: skip
 """What is called, and how often."""
 ENDLESS: Final = frozenset({"until_told", "forever_async"})
 """Methods that run until their caller has gone."""
+STREAMS: Final = frozenset({"tell", "tell_async"})
+"""Generators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class CallOp:
     """A slice of ranks, one rank, or all."""
     value: Value
     number: int
-    """A factor, or what makes a result different from others."""
+    """A factor, what makes a result different from others, or how many items a generator gives."""
     seconds: float
     failing: tuple[int, ...]
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +47,8 @@ class CallOp:
     wait_by: str = "callback"
     spoil: bool = False
     """Write to the argument as soon as the call is made."""
+    read: int | None = None
+    """Leave the loop over a generator after so many items; None for its end."""
     keep: bool = False
     """Keep the result, and look at it again later."""
 
@@ -137,7 +141,18 @@ def _call(chance: random.Random, slot: int, size: int) -> CallOp:
         cancel = chance.choice(
             (("turns", 0), ("turns", 1), ("turns", 3), ("seconds", 0.002), ("seconds", 0.02))
         )
+    read: int | None = None
+    if method in STREAMS:
+        read = chance.choice((None, None, None, 1, 2, 5, 10))
     failing = tuple(rank for rank in ranks if chance.random() < 0.5) or (chance.choice(ranks),)
+    wait_by = chance.choices(
+        ("callback", "await", "gather", "task", "results", "as_completed", "wait_for"),
+        (12, 3, 1, 1, 1, 1, 1),
+    )[0]
+    if method in STREAMS:
+        # Those that give all they have, and those of which one rank fails.
+        failing = chance.choice(((), (), failing[:1]))
+        wait_by = "await" if wait_by == "await" else "callback"
     return CallOp(
         slot=slot,
         method=method,
@@ -152,10 +167,8 @@ def _call(chance: random.Random, slot: int, size: int) -> CallOp:
         uses=chance.choice(("call", "result")) if not rows and chance.random() < 0.15 else "value",
         per_rank=method in ("own", "keep") and chance.random() < 0.3 and not isinstance(view, int),
         cancel=cancel,
-        wait_by=chance.choices(
-            ("callback", "await", "gather", "task", "results", "as_completed", "wait_for"),
-            (12, 3, 1, 1, 1, 1, 1),
-        )[0],
+        wait_by=wait_by,
+        read=read,
         spoil=chance.random() < 0.15,
         keep=chance.random() < 0.1,
     )

@@ -71,6 +71,11 @@ def _columns(value: DataProto) -> dict[str, torch.Tensor]:
     return {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118  # no dict
 
 
+def item_of(rank: int, number: int, size: int) -> torch.Tensor:
+    """Return what a rank's generator gives as its item ``number``."""
+    return torch.full((size,), 100 * rank + number, dtype=torch.int64)
+
+
 def scaled(value: Any, factor: int) -> Any:
     """Multiply rows of any kind; the worker does the same to its shard."""
     if isinstance(value, list):

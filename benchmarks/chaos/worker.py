@@ -6,14 +6,14 @@ import asyncio
 import collections
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import torch
 
 import asyncwg
 from asyncwg import Dispatch, Execute, Worker, register
-from benchmarks.chaos.values import scaled, spoil, total
+from benchmarks.chaos.values import item_of, scaled, spoil, total
 
 
 class Chaos(Worker):
@@ -138,6 +138,27 @@ class Chaos(Worker):
     async def forever_async(self, token: int) -> None:
         self.log_async.append(token)
         await asyncio.Event().wait()
+
+    @register()
+    def tell(self, token: int, items: int, size: int, ranks: Sequence[int]) -> Iterator[Any]:
+        """Give items; fail on some ranks instead of the last one."""
+        self.log.append(token)
+        yield from self._items(token, items, size, ranks)
+
+    @register()
+    async def tell_async(
+        self, token: int, items: int, size: int, ranks: Sequence[int]
+    ) -> AsyncIterator[Any]:
+        self.log_async.append(token)
+        for item in self._items(token, items, size, ranks):
+            await asyncio.sleep(0)
+            yield item
+
+    def _items(self, token: int, items: int, size: int, ranks: Sequence[int]) -> Iterator[Any]:
+        for number in range(items):
+            if number == items - 1 and self.rank in ranks:
+                raise ValueError(f"call {token}, rank {self.rank}")
+            yield item_of(self.rank, number, size)
 
     @register()
     def take_logs(self) -> dict[str, list[int]]:
