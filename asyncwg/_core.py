@@ -326,6 +326,11 @@ class Core:
         if errors:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self.name!r}", errors)
 
+    def disown(self) -> None:
+        """Leave it to the caller to `stop` a group that its user has dropped. In any thread."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
     async def restart(self, grace: float = 5.0, *, last: bool = True) -> None:
         """Start it again; see `WorkerGroup.restart`. ``last`` is for a start that closes it if it fails."""
         generation = self._generation

@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 from asyncwg._catalog import Catalog
 from asyncwg._core import Core
 from asyncwg._job import CallOptions, Job, Quick, Target, nearest, quick_of
 from asyncwg._map import Mapping
+from asyncwg._registered import OnGroup, OnRank
 from asyncwg.call import Call
 from asyncwg.decorator import CustomMode, Execute, Method, Mode
 from asyncwg.errors import UsageError
+
+Q = ParamSpec("Q")
+T = TypeVar("T")
 
 
 def changed_options(before: CallOptions, changes: dict[str, Any], what: str) -> CallOptions:
@@ -54,6 +58,11 @@ class Proxy:
         self.__qualname__ = method.label
         self.__doc__ = method.function.__doc__
         self.__wrapped__ = method.function
+
+    @property
+    def blocking(self) -> bool:
+        """Whether a group of `asyncwg.blocking` waits for its calls."""
+        return self._method.options.blocking
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -141,7 +150,7 @@ class Surface:
         """
         await self._core.ready(self._target.ranks)
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> Call[Any]:
+    def execute_all(self, method_name: str, /, *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a method, registered or not, on every rank here, with the arguments as they are.
 
         `PerRank` gives each rank its own. The result is a list by rank (a value on a one-rank
@@ -149,22 +158,31 @@ class Surface:
         """
         return self._execute(self._target, method_name, args, kwargs)
 
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Call[Any]:
+    def execute_rank_zero(self, method_name: str, /, *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a method, registered or not, on the first rank here; the result is its value."""
         return self._execute(Target(self._target.ranks[:1], True), method_name, args, kwargs)
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call[Any]:
         """Run ``function(worker, *args, **kwargs)`` on every rank here; a list by rank."""
         if not callable(function):
             raise UsageError(f"run() takes a function, not {function!r}")
         job = self._catalog.job_of(self._target, function, args, kwargs, self._core.options)
         return self._core.submit(job)
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
-        """Call a registered method given as a function: ``wg.call(Trainer.step, batch)``."""
-        return self._proxy(self._name_of(method))(*args, **kwargs)
+    def call(self, method: OnGroup[Q, T], /, *args: Q.args, **kwargs: Q.kwargs) -> Call[T]:
+        """Call a registered method given as a function: ``wg.call(Trainer.step, batch)``.
 
-    def _name_of(self, function: Callable[..., Any]) -> str:
+        The same as ``wg.step(batch)``, and type checkers know it: the arguments are the method's
+        own, the result is what its dispatch mode makes of it. Where it is a list by rank, the type
+        is a list; where results are joined, it is what one rank gives.
+
+        Raises:
+            AttributeError: the group's class has no such registered method.
+        """
+        call: Call[T] = getattr(self, self._name_of(method))(*args, **kwargs)
+        return call
+
+    def _name_of(self, function: Any) -> str:
         """Return the name of the proxy of a registered method that is given as a function."""
         for proxy, method in self._catalog.methods.items():
             if method.function is getattr(function, "__func__", function):
@@ -238,6 +256,10 @@ class Surface:
         work = Mapping(proxy, found.label, items, ordered=ordered, most=max_inflight)
         return work.results() if with_items else work.values()
 
+    @overload
+    def __getitem__(self, index: int) -> RankView: ...
+    @overload
+    def __getitem__(self, index: slice) -> View: ...
     def __getitem__(self, index: int | slice) -> View:
         """Return a view: ``wg[1:3]`` on some ranks, ``wg[0]`` on one, whose calls give its value.
 
@@ -255,7 +277,7 @@ class Surface:
             rank = self._target.ranks[index]
         except IndexError:
             raise IndexError(f"no rank {index} in {self!r}") from None
-        return View(self, Target((rank,), True))
+        return RankView(self, Target((rank,), True))
 
     def __getattr__(self, name: str) -> Any:
         catalog = self.__dict__.get("_catalog")
@@ -282,7 +304,7 @@ class Surface:
             f"{self!r} can't be pickled: pickle the group, started with attachable=True or detached=True"
         )
 
-    def rank(self, index: int) -> View:
+    def rank(self, index: int) -> RankView:
         """Return the view on one rank; the same as ``wg[index]``."""
         return self[index]
 
@@ -336,6 +358,17 @@ class View(Surface):
         shown = str(ranks[0]) if self._target.single else f"{list(ranks)}"
         role = "" if self._catalog.role is None else f"role {self._catalog.role!r} of "
         return f"<ranks {shown} of {role}group {self._core.name!r}, {self._core.state}>"
+
+
+class RankView(View):
+    """One rank of a group: calls give its value."""
+
+    def call(  # type: ignore[override]  # a call on one rank gives its value, not a list of one
+        self, method: OnRank[Q, T], /, *args: Q.args, **kwargs: Q.kwargs
+    ) -> Call[T]:
+        """Call a registered method given as a function; the result is what the rank gives."""
+        call: Call[T] = getattr(self, self._name_of(method))(*args, **kwargs)
+        return call
 
 
 def inside(surface: Surface) -> tuple[Core, Target, Catalog]:

@@ -11,7 +11,17 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from asyncwg import _predefined
 from asyncwg._markers import PerRank, Replicate, Shard
@@ -25,6 +35,17 @@ from asyncwg._predefined import (
     dispatch_dp_compute_data_proto_with_func as dispatch_dp_compute_data_proto_with_func,
 )
 from asyncwg._predefined import dispatch_one_to_all as dispatch_one_to_all
+from asyncwg._registered import (
+    ByRank,
+    ByRankLater,
+    Forbidden,
+    Items,
+    ItemsLater,
+    Own,
+    RegisterOptions,
+    Whole,
+    WholeLater,
+)
 from asyncwg.errors import UsageError
 
 __all__ = [
@@ -131,21 +152,21 @@ class Dispatch(_Member, metaclass=_DynamicEnum):
     """How the arguments of a call are given out and its results put together."""
 
     _members: ClassVar[dict[str, Any]] = {}
-    RANK_ZERO: ClassVar[Dispatch]
+    RANK_ZERO: ClassVar[_WholeMode]
     """To the first rank only; its value is the result."""
-    ONE_TO_ALL: ClassVar[Dispatch]
+    ONE_TO_ALL: ClassVar[_ByRankMode]
     """The same arguments to every rank, pickled once; a list by rank."""
-    ALL_TO_ALL: ClassVar[Dispatch]
+    ALL_TO_ALL: ClassVar[_ByRankMode]
     """The arguments as they are to every rank, `PerRank` gives each its own; a list by rank."""
-    DP_COMPUTE: ClassVar[Dispatch]
+    DP_COMPUTE: ClassVar[_ItemsMode]
     """Every argument has one item per rank; a list by rank."""
-    DP_COMPUTE_PROTO: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO: ClassVar[_WholeMode]
     """Batches are split over the ranks, the rest is replicated; results are joined."""
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[_WholeMode]
     """As ``DP_COMPUTE_PROTO``, and the first argument is a callable for every rank."""
-    DP_COMPUTE_METRIC: ClassVar[Dispatch]
+    DP_COMPUTE_METRIC: ClassVar[_ByRankMode]
     """Split as ``DP_COMPUTE_PROTO``; a list by rank."""
-    DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
+    DIRECT_ROLLOUT_METHOD: ClassVar[_ForbiddenMode]
     """Not to be called from the controller."""
 
 
@@ -153,12 +174,27 @@ class Execute(_Member, metaclass=_DynamicEnum):
     """Which ranks run a call."""
 
     _members: ClassVar[dict[str, Any]] = {}
-    ALL: ClassVar[Execute]
+    ALL: ClassVar[_EveryRank]
     """Every rank."""
-    RANK_ZERO: ClassVar[Execute]
+    RANK_ZERO: ClassVar[_OneRank]
     """The first rank of the group or view."""
-    ANY: ClassVar[Execute]
+    ANY: ClassVar[_OneRank]
     """One rank, the one with the least to do."""
+
+
+if TYPE_CHECKING:  # the members apart, for the overloads of `register`; at run time all are alike
+
+    class _ByRankMode(Dispatch): ...
+
+    class _WholeMode(Dispatch): ...
+
+    class _ItemsMode(Dispatch): ...
+
+    class _ForbiddenMode(Dispatch): ...
+
+    class _EveryRank(Execute): ...
+
+    class _OneRank(Execute): ...
 
 
 _functions: dict[Any, tuple[DispatchFn, CollectFn]] = {}
@@ -361,6 +397,104 @@ def resolve_mode(mode: Mode) -> Mode:
     return mode
 
 
+@overload
+def register(  # pyright: ignore[reportOverlappingOverload]  # this one, without `blocking`
+    dispatch_mode: _WholeMode | MeshMode,
+    execute_mode: Execute = ...,
+    blocking: Literal[True] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> Whole: ...
+@overload
+def register(
+    dispatch_mode: _WholeMode | MeshMode,
+    execute_mode: Execute = ...,
+    blocking: Literal[False] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> WholeLater: ...
+@overload
+def register(  # pyright: ignore[reportOverlappingOverload]
+    dispatch_mode: _ByRankMode = ...,
+    execute_mode: _EveryRank = ...,
+    blocking: Literal[True] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> ByRank: ...
+@overload
+def register(
+    dispatch_mode: _ByRankMode = ...,
+    execute_mode: _EveryRank = ...,
+    blocking: Literal[False] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> ByRankLater: ...
+@overload
+def register(  # pyright: ignore[reportOverlappingOverload]
+    dispatch_mode: _ItemsMode,
+    execute_mode: _EveryRank = ...,
+    blocking: Literal[True] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> Items: ...
+@overload
+def register(
+    dispatch_mode: _ItemsMode,
+    execute_mode: _EveryRank = ...,
+    blocking: Literal[False] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> ItemsLater: ...
+@overload
+def register(  # pyright: ignore[reportOverlappingOverload]
+    dispatch_mode: _ByRankMode | _ItemsMode = ...,
+    *,
+    execute_mode: _OneRank,
+    blocking: Literal[True] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> Whole: ...
+@overload
+def register(
+    dispatch_mode: _ByRankMode | _ItemsMode = ...,
+    *,
+    execute_mode: _OneRank,
+    blocking: Literal[False] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> WholeLater: ...
+@overload
+def register(  # pyright: ignore[reportOverlappingOverload]
+    dispatch_mode: _ByRankMode | _ItemsMode,
+    execute_mode: _OneRank,
+    blocking: Literal[True] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> Whole: ...
+@overload
+def register(
+    dispatch_mode: _ByRankMode | _ItemsMode,
+    execute_mode: _OneRank,
+    blocking: Literal[False] = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> WholeLater: ...
+@overload
+def register(
+    dispatch_mode: _ForbiddenMode,
+    execute_mode: Execute = ...,
+    blocking: bool = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> Forbidden: ...
+@overload
+def register(
+    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]] = ...,
+    execute_mode: Execute = ...,
+    blocking: bool = ...,
+    materialize_futures: bool = ...,
+    **options: Unpack[RegisterOptions],
+) -> Own: ...
 def register(
     dispatch_mode: Dispatch | MeshMode | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
@@ -373,7 +507,7 @@ def register(
     idempotent: bool = False,
     to_device: bool = False,
     name: str | None = None,
-) -> Callable[[F], F]:
+) -> Any:
     """Make a method callable from the controller. The function itself is not wrapped.
 
     Args:

@@ -19,7 +19,7 @@ from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._job import CallOptions, nearest
 from asyncwg._restart import RestartPolicy
 from asyncwg._roles import Roles
-from asyncwg._surface import Surface, View
+from asyncwg._surface import RankView, Surface
 from asyncwg._union import Union
 from asyncwg.decorator import Method
 from asyncwg.errors import UsageError, WorkerGroupError
@@ -263,7 +263,7 @@ class WorkerGroup(Roles):
         return [f"{self._core.name}:{rank}" for rank in self._target.ranks]
 
     @property
-    def workers(self) -> list[View]:
+    def workers(self) -> list[RankView]:
         """One view per rank."""
         return [self[rank] for rank in self._target.ranks]
 

@@ -198,7 +198,10 @@ class Transfers:
         if self._idle is not None:
             self._idle.cancel()
         # In a thread: giving back a gigabyte takes as long as a close may take in all.
-        _copiers.submit(self._arena.trim_if_idle, self._arena.allocations)
+        try:
+            _copiers.submit(self._arena.trim_if_idle, self._arena.allocations)
+        except RuntimeError:
+            pass  # the interpreter takes no more work: the program ends, and its memory with it
 
     def offered(self, rank: int, call_id: int, pending: Pending | None, body: memoryview) -> None:
         """Take a rank's OFFER of a large result and grant it a place, now or when there is room."""

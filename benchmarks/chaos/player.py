@@ -357,7 +357,8 @@ class Player:
         sent.timeout = op.options.get("timeout")
         surface: Any = group
         if op.view is not None:
-            surface = group[op.view] if single else group[slice(*op.view)]  # type: ignore[misc]
+            index: Any = op.view if single else slice(*op.view)  # type: ignore[misc]
+            surface = group[index]
         proxy = getattr(surface, op.method).options(**op.options)
         args, expected = self._arguments(op, sent, token, ranks, single)
         self._say(f"{token}: {op}")
@@ -634,7 +635,7 @@ def _is(result: Any, expected: Any) -> bool:
             and all(map(_is, result, expected))
         )
     if isinstance(expected, _Sum):
-        return (result if expected.single else sum(result)) == total(expected.value.build())
+        return bool((result if expected.single else sum(result)) == total(expected.value.build()))
     if hasattr(expected, "build"):
         return equal(result, expected.build())
     return bool(result == expected)

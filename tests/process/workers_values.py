@@ -299,7 +299,7 @@ class Collective(Worker):
     """Joins ``torch.distributed`` in one of many ways."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def join(self, backend: str | None = None, **options: Any) -> tuple[str, int]:
+    def join(self, /, backend: str | None = None, **options: Any) -> tuple[str, int]:
         dist.init_process_group(backend, **options)
         return dist.get_backend(), dist.get_world_size()
 

@@ -62,7 +62,7 @@ def test_a_registered_function_is_untouched() -> None:
 
 
 def test_the_defaults_are_all_to_all_on_every_rank() -> None:
-    def function() -> None: ...
+    def function(_self: object) -> None: ...
 
     options: MethodOptions = getattr(register()(function), REGISTERED)
     assert (options.mode, options.execute) == (Dispatch.ALL_TO_ALL, Execute.ALL)
@@ -102,7 +102,7 @@ def test_an_execute_mode_without_a_meaning_is_refused() -> None:
 
 def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="dispach_mode"):
-        register(dispach_mode=Dispatch.ONE_TO_ALL)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+        register(dispach_mode=Dispatch.ONE_TO_ALL)  # type: ignore[call-overload]
 
 
 def test_a_limit_of_concurrency_is_for_async_methods_only() -> None:
@@ -112,7 +112,7 @@ def test_a_limit_of_concurrency_is_for_async_methods_only() -> None:
 
 def test_registering_what_is_no_function_is_refused() -> None:
     with pytest.raises(UsageError, match="plain method"):
-        register()(property(lambda _self: 1))  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+        register()(property(lambda _self: 1))  # type: ignore[call-overload]
 
 
 class Base:
@@ -135,7 +135,7 @@ class Base:
 
     @staticmethod
     @register()
-    def static() -> None: ...
+    def static(_first: int) -> None: ...
 
     @classmethod
     @register()
@@ -148,10 +148,10 @@ class Base:
 
 
 class Derived(Base):
-    def overridden(self) -> None: ...
+    def overridden(self) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def plain(self) -> None: ...
+    def plain(self) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def test_the_methods_of_a_class_are_those_that_are_registered() -> None:

@@ -17,7 +17,8 @@ from typing import Final, NamedTuple
 import pytest
 
 LAYERS: Final[Sequence[Sequence[str]]] = (
-    ("errors", "_linux"),
+    ("errors", "_linux", "_registered"),
+    ("_loop_thread",),
     ("mesh", "rows", "shards", "_devices", "_markers"),
     ("_predefined",),
     ("_data", "decorator", "resource_pool", "distributed", "_worker.context"),
@@ -37,6 +38,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_surface", "_joint"),
     ("_roles", "_union"),
     ("worker_group", "_link"),
+    ("_hold",),
     ("colocated", "blocking", "testing", "_host"),
     ("", "__main__"),
 )

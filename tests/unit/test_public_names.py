@@ -13,7 +13,7 @@ import pytest
 import asyncwg
 
 NAMES: Final[dict[str, frozenset[str]]] = {
-    "blocking": frozenset({"WorkerGroup"}),
+    "blocking": frozenset({"Handle", "WorkerGroup"}),
     "call": frozenset({"Call"}),
     "colocated": frozenset(
         {
