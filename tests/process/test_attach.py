@@ -19,7 +19,7 @@ from asyncwg import (
     WorkerGroup,
     WorkerGroupError,
 )
-from tests.leaks import bounded
+from tests.leaks import bounded, in_thread
 from tests.process.workers_attach import Plain, Program, Traveller, command, detached, own
 from tests.process.workers_life import Fifo
 
@@ -313,7 +313,7 @@ async def test_a_handle_belongs_to_its_loop(wg: WorkerGroup) -> None:
         asyncio.run(main())
 
     with pytest.raises(UsageError, match="loop"):
-        await asyncio.to_thread(elsewhere)
+        await bounded(in_thread(elsewhere))
 
 
 async def test_a_union_with_another_programs_group_is_refused(wg: WorkerGroup) -> None:

@@ -20,7 +20,7 @@ from asyncwg import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from tests.leaks import bounded
+from tests.leaks import bounded, in_thread
 from tests.process.workers_attach import Heavy, Plain, Program, Traveller, detached, own
 from tests.process.workers_life import Fifo
 
@@ -221,7 +221,7 @@ async def test_a_handle_attaches_in_each_loop_that_uses_it(critic: WorkerGroup) 
 
         return asyncio.run(main())
 
-    assert await asyncio.to_thread(elsewhere) == [4, 4]
+    assert await bounded(in_thread(elsewhere)) == [4, 4]
     assert await bounded(arrived.twice(3)) == [6, 6]
-    assert await asyncio.to_thread(elsewhere) == [4, 4]
+    assert await bounded(in_thread(elsewhere)) == [4, 4]
     await arrived.detach()

@@ -19,7 +19,7 @@ from asyncwg import (
 )
 from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._wire.launch import STACKS_SIGNAL
-from tests.leaks import bounded
+from tests.leaks import bounded, in_thread
 from tests.process.workers_life import Fifo, group
 from tests.process.workers_reliability import Recorder
 
@@ -98,7 +98,7 @@ async def test_asking_harms_no_rank_whose_other_threads_are_busy() -> None:
         await bounded(wg.note_async())
         for _ in range(looks):
             os.kill(wg.pids[0], STACKS_SIGNAL)
-            await asyncio.to_thread(os.sched_yield)  # or they come as one
+            await in_thread(os.sched_yield)  # or they come as one
         # Its control lane competes with busy threads for the GIL: that it answers at all is the claim.
         assert None not in await bounded(wg.check_health(timeout=60), 70)
         await wg.shutdown(grace=0)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -92,3 +93,10 @@ async def test_bounded_fails_and_writes_the_stacks(capfd: pytest.CaptureFixture[
     with pytest.raises(pytest.fail.Exception, match="not done after"):
         await bounded(asyncio.Event().wait(), 0.02)
     assert "test_bounded_fails_and_writes_the_stacks" in capfd.readouterr().err
+
+
+def test_no_test_waits_in_a_thread_that_keeps_pytest_from_ending() -> None:
+    """`in_thread` is for that."""
+    name = "to_" + "thread("
+    tests = Path(__file__).parents[1].rglob("*.py")
+    assert [str(file) for file in tests if f"asyncio.{name}" in file.read_text()] == []
