@@ -44,7 +44,7 @@ class _Share:
     failed_at: float | None = None
 
     def __init__(self, joint: Joint, place: Place, calls: Calls, name: str) -> None:
-        self._joint = joint
+        self._joint: Joint | None = joint
         self.place = place
         self.calls = calls
         self.name = name
@@ -56,7 +56,14 @@ class _Share:
     def settle(self, results: list[Any] | None, error: Exception | None) -> None:
         """Take how it ended. For the pending table."""
         self.results, self.error = results, error
-        self._joint.settled()
+        if self._joint is not None:
+            self._joint.settled()
+
+    def over(self) -> None:
+        """The whole call has ended."""
+        self._joint = None
+        if self.pending is not None:
+            self.pending.watch = None
 
     def landed(self) -> dict[int, Any]:
         """Return value or exception of the ranks that have answered."""
@@ -71,7 +78,8 @@ class Joint:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Call[Any], label: str) -> None:
         self._loop = loop
-        self._call = call
+        self._call: Call[Any] | None = call
+        """None when it has ended."""
         self._label = label
         self._shares: list[_Share] = []
         self._departed = False
@@ -117,7 +125,7 @@ class Joint:
                 share.settle(None, error)
                 continue
             share.pending.watch = self._heard
-            if job.options.hang_after is not None:
+            if job.options.hang_after is not None and self._call is not None:
                 sender.report_later(share.pending, job.options.hang_after, self._call)
         self._departed = True
         self.settled()
@@ -172,11 +180,18 @@ class Joint:
             return
         if self._timer is not None:
             self._timer.cancel()
+        call, self._call = self._call, None
+        if call is None:
+            return
+        for share in self._shares:
+            share.over()  # or call and shares would hold each other, and the results
         if failed:
-            self._call.settle(None, self._combined(failed))
+            call.settle(None, self._combined(failed))
         else:
             results = [value for share in self._shares for value in share.results or ()]
-            self._call.settle(results, None)
+            for share in self._shares:
+                share.results = ()
+            call.settle(results, None)
 
     def _heard(self) -> None:
         for share in self._shares:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -71,6 +72,24 @@ async def test_large_rows_are_split_over_all_ranks_and_joined(
     rows = torch.arange(3 * LARGE)
     joined = await bounded(WorkerGroup.union(left, right).doubled(rows))
     assert torch.equal(joined, 2 * rows)
+
+
+async def test_results_go_when_they_are_dropped_and_not_when_garbage_is_collected(
+    left: WorkerGroup, right: WorkerGroup
+) -> None:
+    """Their call and what carried it out held each other, and the results with them."""
+    both = WorkerGroup.union(left, right)
+    gc.collect()
+    gc.disable()
+    try:
+        call = both.doubled(torch.arange(3 * LARGE))
+        await bounded(call)
+        assert arena().in_use() > 0
+        del call
+        await bounded(asyncio.gather(left.who(), right.who()))
+        assert arena().in_use() == 0
+    finally:
+        gc.enable()
 
 
 async def test_both_enter_one_collective(left: WorkerGroup, right: WorkerGroup) -> None:
