@@ -482,6 +482,9 @@ class Player:
         def ended(_task: object) -> None:
             if not begun:  # it was cancelled before its loop, and its traceback holds the stream
                 stream.close()
+                call = stream._call  # noqa: SLF001  # what it has raised by then, nobody has seen
+                if call.done() and not call.cancelled():
+                    call.exception()
 
         reading.add_done_callback(ended)
         return reading
