@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, final, overload
 
 from asyncwg import _surface, worker_group
@@ -426,6 +426,52 @@ class WorkerGroup(_Surface):
             if error is None:
                 raise
             error.add_note(f"and then: {closing}")
+
+    def spawn(self, prefix_set: Iterable[str] | None = None) -> dict[str, Self]:
+        """Return a group for each role of a colocated class; see `asyncwg.WorkerGroup.spawn`.
+
+        They share the processes: one that is shut down is shut down for all.
+
+        Args:
+            prefix_set: the roles; None for all.
+
+        Raises:
+            UsageError: there is no such role.
+        """
+        return {role: self._of(group) for role, group in self._group.spawn(prefix_set).items()}
+
+    def fuse(self, prefix_set: Iterable[str] | None = None) -> None:
+        """Put the groups that `spawn` returns on this one: ``wg.actor``; see `asyncwg.WorkerGroup.fuse`.
+
+        Args:
+            prefix_set: the roles; None for all.
+
+        Raises:
+            UsageError: there is no such role, or its name can't be an attribute here. Nothing is changed.
+        """
+        names = self._group.spawn(prefix_set)
+        for role in names:
+            if hasattr(type(self), role):
+                raise UsageError(
+                    f"role {role!r} can't be an attribute of {self!r}: it has one of that name. Use "
+                    f"spawn([{role!r}])[{role!r}], or call the role something else"
+                )
+        self._group.fuse(names)
+
+    def _of(self, role: worker_group.WorkerGroup) -> Self:
+        """Return the blocking group of a role, which keeps the group of all."""
+        made = type(self).__new__(type(self))
+        _Surface.__init__(made, self._hold, role)
+        made._group = role  # noqa: SLF001  # one of us
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        group = self.__dict__.get("_group")
+        if group is not None and not name.startswith("_"):
+            found = getattr(group, name)
+            if isinstance(found, worker_group.WorkerGroup):
+                return self._of(found)
+        return super().__getattr__(name)
 
     def shutdown(self, grace: float = 5.0) -> None:
         """End every process, politely if they let it; see `asyncwg.WorkerGroup.shutdown`.
