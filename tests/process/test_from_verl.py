@@ -24,8 +24,11 @@ from asyncwg import (
     DataProto,
     DispatchError,
     ResourcePool,
+    UsageError,
     Worker,
     WorkerGroup,
+    blocking,
+    create_colocated_worker_cls,
 )
 from asyncwg._core import WINDOW_CALLS
 from tests.leaks import bounded
@@ -329,6 +332,31 @@ def prompts() -> list[DataProto]:
 
 async def test_the_awaited_control_loop_of_the_page_runs_as_shown() -> None:
     check_history(await bounded(ported("awaited")(prompts()), 60))
+
+
+def test_the_blocking_control_loop_of_the_page_runs_as_shown() -> None:
+    check_history(ported("blocking")(prompts()))
+
+
+def test_roles_are_groups_without_an_event_loop_too() -> None:
+    roles: dict[str, ClassWithInitArgs[Any]] = {
+        "actor": ClassWithInitArgs(Actor),
+        "name": ClassWithInitArgs(Critic),
+    }
+    pool = ResourcePool([2], use_gpu=False)
+    with blocking.WorkerGroup(pool, create_colocated_worker_cls(roles)) as wg:
+        with pytest.raises(UsageError, match="'name' can't be an attribute"):
+            wg.fuse()
+        with pytest.raises(AttributeError, match="say fuse"):
+            wg.actor.generate_sequences(prompts()[0])
+        wg.fuse({"actor"})
+        actor = wg.spawn()["actor"]
+        for group_of_role in (wg.actor, actor):
+            assert group_of_role.pids == wg.pids
+            answer = group_of_role.generate_sequences(prompts()[0])
+            assert answer.batch["response"].tolist() == [0.0] * 4
+        actor.shutdown()
+        assert (wg.state, wg.actor.state) == ("closed", "closed")
 
 
 @pytest.mark.skipif(find_spec("gymnasium") is None, reason="needs gymnasium: pip install '.[test]'")
