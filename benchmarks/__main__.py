@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import asyncwg
-from benchmarks import loop, memory, overlap, run, scaling, table
+from benchmarks import attach, loop, memory, overlap, run, scaling, table
 from benchmarks import report as report_
 from benchmarks.loops import LOOPS
 from benchmarks.process import MODULES, OURS, missing
@@ -91,6 +91,13 @@ def loop_() -> None:
 def overlap_() -> None:
     """Measure how close a trainer that is one step off comes to perfect overlap."""
     for line in overlap.measure():
+        print(line)
+
+
+@app.command("attach")
+def attach_() -> None:
+    """Measure calls of a group in another process, beside those of a group of one's own."""
+    for line in asyncwg.run(attach.measure()):
         print(line)
 
 

@@ -54,10 +54,18 @@ class RemoteCalls(Calls):
     ) -> Pending:
         """Hand a call to the host, now or in its turn."""
         del relay  # only a host has that
-        pending = self.register(
-            call_id, label, ranks, lane, outcome, single=single, on_error=on_error, joins=joins
+        # Written out: a small call would feel another call of a function.
+        pending = self._pending[call_id] = Pending(
+            call_id, label, ranks, lane, outcome, single, on_error
         )
-        self.outbox.post(pending, frames)
+        if joins:
+            pending.joins = joins
+        load = self.load
+        for rank in ranks:
+            load[rank] += 1
+        route = (label, ranks, lane, single, on_error, joins)
+        if len(frames) > 1 or not self.outbox.send_at_once(call_id, route, frames[0]):
+            self.outbox.post(pending, frames)
         return pending
 
     def abandon(self, pending: Pending) -> None:

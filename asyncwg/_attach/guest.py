@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from asyncwg._driver.gang import Gang
 
 _RELAY: Final = int(Kind.RELAY)
-_RESULT: Final = int(Kind.RESULT)
+_ITEM: Final = int(Kind.ITEM)
+_HEADER_PACK: Final = HEADER.pack
+_JOIN_BELOW: Final = 64 * 1024
+"""Bytes. A smaller frame is made one piece."""
 _PAIR: Final = struct.Struct("<QQ")
 
 
@@ -44,12 +47,14 @@ class Relayed:
 
     __slots__ = ("_counts", "_guest", "number", "pending")
 
+    _counts: dict[int, int] | None
+
     def __init__(self, guest: Guest, number: int) -> None:
         self._guest = guest
         self.number = number
         """The call's number there."""
         self.pending: Pending | None = None
-        self._counts: dict[int, int] = {}
+        self._counts = None
 
     def put(self, rank: int, item: Any) -> None:
         """Items are passed on instead."""
@@ -57,27 +62,29 @@ class Relayed:
 
     def count(self, rank: int) -> int:
         """Return how many items of a rank have come, for a generator method."""
-        return self._counts.get(rank, 0)
+        return self._counts.get(rank, 0) if self._counts is not None else 0
 
     def forward(self, rank: int, kind: int, flags: int, n_buffers: int, body: Buffer) -> None:
         """Pass a rank's answer on, as it is."""
         guest = self._guest
-        if kind == Kind.ITEM:
+        if kind == _ITEM:
+            if self._counts is None:
+                self._counts = {}
             self._counts[rank] = self.count(rank) + 1
         if flags & ARENA:
             assert guest.gang is not None
             guest.gang.transfers.pass_on(rank, body, n_buffers, guest.holder)
-        header = HEADER.pack(len(body), self.number, kind, flags, rank, n_buffers)
-        guest.channel.send([header + body] if len(body) < 65536 else [header, body])
+        header = _HEADER_PACK(len(body), self.number, kind, flags, rank, n_buffers)
+        guest.channel.send([header + body] if len(body) < _JOIN_BELOW else [header, body])
 
     def settle(self, results: list[Any] | None, error: Exception | None) -> None:
         """Take its end."""
         guest, pending = self._guest, self.pending
         guest.calls.pop(self.number, None)
-        if results is not None or error is None or (pending is not None and not pending.left):
+        if results is not None or error is None or pending is None or not pending.left:
             return  # the answers of all ranks say it all
         guest.tell_if_broken()
-        told = list((pending.errors or {}).values()) if pending is not None else []
+        told = list((pending.errors or {}).values())
         # With what ranks have raised, which is there in full; or with something else.
         own = bool(told) and not isinstance(error, WorkerDiedError | GroupClosedError)
         body = getattr(error, "__notes__", []) if own else wire.pack_error(error)
@@ -204,41 +211,44 @@ class Guest:
             gang.calls.cancel_silent(relayed.pending)
 
     def _relay(self, number: int, flags: int, aux: int, body: memoryview) -> None:
-        route = self._routes[aux]
-        frames, index = wire.relayed(body, flags)
-        try:
-            gang = self.gang = self._host.use()
-        except Exception as error:  # noqa: BLE001  # told to who calls
-            failed = codec.encode(wire.pack_error(error)).stream
-            self.channel.send(pack(Kind.FAILED, number, failed))
-            return
+        label, ranks, lane, single, on_error, joins = self._routes[aux]
+        gang = self.gang
+        if gang is None or not gang.usable:
+            try:
+                gang = self.gang = self._host.use()
+            except Exception as error:  # noqa: BLE001  # told to who calls
+                failed = codec.encode(wire.pack_error(error)).stream
+                self.channel.send(pack(Kind.FAILED, number, failed))
+                return
         calls = gang.calls
-        call_id = calls.next_id()
-        for frame in frames:
-            wire.set_call_id(frame, call_id)
-        given = frames if index is None else [frames[each] for each in index]
-        self._lend(gang, route, given)
+        calls.last_id = call_id = calls.last_id + 1
+        given: Sequence[Sequence[Buffer]] = ((body,),)
+        frames, index = [body], None
+        if flags:
+            frames, index, kinds = wire.relayed(body, call_id)
+            given = [[frames[each]] for each in index]
+        else:
+            kinds = wire.readdress(body, call_id)
+        if kinds & ARENA:
+            self._lend(gang, ranks, frames, index)
         relayed = self.calls[number] = Relayed(self, number)
-        relayed.pending = calls.send(
-            call_id,
-            route.label,
-            route.ranks,
-            route.lane,
-            [[frame] for frame in given],
-            relayed,
-            route.single,
-            route.on_error,
-            route.joins,
-            relayed,
+        pending = relayed.pending = calls.send(
+            call_id, label, ranks, lane, given, relayed, single, on_error, joins, relayed
         )
-        if HEADER.unpack_from(frames[0])[3] & STREAM:
-            relayed.pending.feed = relayed
-            relayed.pending.hung = True  # it lasts as long as its reader takes
+        if kinds & STREAM:
+            pending.feed = relayed
+            pending.hung = True  # it lasts as long as its reader takes
 
-    def _lend(self, gang: Gang, route: Route, frames: Sequence[memoryview]) -> None:
+    def _lend(
+        self,
+        gang: Gang,
+        ranks: Sequence[int],
+        frames: Sequence[memoryview],
+        index: Sequence[int] | None,
+    ) -> None:
         """Write down which blocks of this program the ranks are sent."""
-        for position, rank in enumerate(route.ranks):
-            frame = frames[position if len(frames) > 1 else 0]
+        for position, rank in enumerate(ranks):
+            frame = frames[0 if index is None else index[position]]
             _, _, _, flags, _, n_buffers = HEADER.unpack_from(frame)
             if flags & ARENA:
                 for offset, _ in unpack_placed(frame[HEADER_SIZE:], n_buffers)[1].blocks:

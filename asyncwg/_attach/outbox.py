@@ -7,7 +7,7 @@ same lane, as it does in a group of one's own; others pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from asyncwg._attach import wire
 from asyncwg._attach.wire import Route
@@ -18,6 +18,7 @@ from asyncwg._wire import codec
 from asyncwg._wire.frames import HEADER, Buffer, Kind, pack, size_of
 
 _RELAY: Final = int(Kind.RELAY)
+_HEADER_PACK: Final = HEADER.pack
 _ROUTES: Final = 1 << 16
 """Numbers that a frame's header has room for."""
 _JOIN_BELOW: Final = 64 * 1024
@@ -67,7 +68,8 @@ class Outbox:
         self._calls = calls
         self._release = release
         self._places: list[_Place] = []
-        self._routes: dict[Route, int] = {}
+        self.routes: dict[Any, int] = {}
+        """Numbers by `Route`, or by a tuple that is equal to one."""
 
     def post(self, pending: Pending, frames: Sequence[Sequence[Buffer]]) -> None:
         """Send a call that is complete, or put it in its place.
@@ -161,7 +163,7 @@ class Outbox:
             pending.on_error,
             tuple(pending.joins),
         )
-        number = self._routes.get(route)
+        number = self.routes.get(route)
         if number is None:
             number = self._new_route(channel, route)
         call_id = pending.call_id
@@ -179,10 +181,21 @@ class Outbox:
         header = HEADER.pack(size_of(body), call_id, _RELAY, wire.SEVERAL, number, 0)
         channel.send([header, *body])
 
+    def send_at_once(self, call_id: int, route: Any, frame: Sequence[Buffer]) -> bool:
+        """Send a small call if it is like one before and nothing waits; False where it is not so simple."""
+        number = self.routes.get(route)
+        if number is None or self._places or len(frame) != 1 or self.channel is None:
+            return False
+        piece = frame[0]
+        if len(piece) >= _JOIN_BELOW:
+            return False
+        self.channel.send([_HEADER_PACK(len(piece), call_id, _RELAY, 0, number, 0) + piece])
+        return True
+
     def _new_route(self, channel: SocketChannel, route: Route) -> int:
-        if len(self._routes) == _ROUTES:
-            self._routes.clear()  # their numbers are used again
-        number = self._routes[route] = len(self._routes)
+        if len(self.routes) == _ROUTES:
+            self.routes.clear()  # their numbers are used again
+        number = self.routes[route] = len(self.routes)
         channel.send(pack(Kind.ROUTE, 0, codec.encode(tuple(route)).stream, aux=number))
         return number
 

@@ -32,6 +32,8 @@ FAILED: Final = 2
 ITS_OWN: Final = 4
 """Flag of a FAILED: the error is what the ranks have raised so far, and the body only adds notes."""
 _HEAD: Final = struct.Struct("<II")
+_put_number: Final = struct.Struct("<Q").pack_into
+_unpack_header: Final = HEADER.unpack_from
 _CALL_ID_AT: Final = 8
 """Where a frame's header has the number of the call."""
 
@@ -151,15 +153,15 @@ def relay_body(frames: Sequence[Sequence[Buffer]], index: Sequence[int] | None) 
     return [head + table, *(piece for frame in frames for piece in frame)]
 
 
-def relayed(body: memoryview, flags: int) -> tuple[list[memoryview], Sequence[int] | None]:
-    """Cut the body of a RELAY into frames.
+def relayed(body: memoryview, call_id: int) -> tuple[list[memoryview], Sequence[int], int]:
+    """Cut the body of a RELAY with `SEVERAL` into frames, and put the host's number on each.
+
+    Returns:
+        The frames; by position, the number of its frame; and the flags that any of the frames has.
 
     Raises:
         FrameError: the sizes don't add up.
     """
-    if not flags & SEVERAL:
-        _check(body)
-        return [body], None
     try:
         n_positions, n_frames = _HEAD.unpack_from(body)
         layout = f"<{n_positions}I{n_frames}Q"
@@ -168,25 +170,32 @@ def relayed(body: memoryview, flags: int) -> tuple[list[memoryview], Sequence[in
         raise FrameError(f"no table of frames in {len(body)} bytes") from error
     start = _HEAD.size + struct.calcsize(layout)
     frames: list[memoryview] = []
+    kinds = 0
     for size in numbers[n_positions:]:
         frames.append(body[start : start + size])
-        _check(frames[-1])
+        kinds |= readdress(frames[-1], call_id)
         start += size
     index = numbers[:n_positions]
     if start != len(body) or any(number >= n_frames for number in index):
         raise FrameError(f"{n_frames} frames don't fit a body of {len(body)} bytes")
-    return frames, index
+    return frames, index, kinds
 
 
-def _check(frame: memoryview) -> None:
-    size = HEADER.unpack_from(frame)[0] if len(frame) >= HEADER_SIZE else -1
-    if size != len(frame) - HEADER_SIZE:
+def readdress(frame: memoryview, call_id: int) -> int:
+    """Put another number on a frame, and return its flags.
+
+    Raises:
+        FrameError: it is not one frame.
+    """
+    room = len(frame) - HEADER_SIZE
+    size: int = -1
+    flags: int = 0
+    if room >= 0:
+        size, _, _, flags, _, _ = _unpack_header(frame)
+    if size != room:
         raise FrameError(f"a frame of {size} bytes does not fit {len(frame)}")
-
-
-def set_call_id(frame: memoryview, call_id: int) -> None:
-    """Put another number on a frame."""
-    struct.pack_into("<Q", frame, _CALL_ID_AT, call_id)
+    _put_number(frame, _CALL_ID_AT, call_id)
+    return flags
 
 
 def pack_error(error: BaseException) -> tuple[str, list[failures.Failure]]:

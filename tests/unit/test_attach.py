@@ -137,22 +137,23 @@ def bytes_of(pieces: Sequence[bytes | bytearray | memoryview]) -> memoryview:
 def test_one_frame_for_all_ranks_travels_as_it_is() -> None:
     frame = pack(Kind.CALL, 7, b"stream", aux=3)
     body = bytes_of(wire.relay_body([frame], None))
-    frames, index = wire.relayed(body, 0)
-    assert (index, [bytes(each) for each in frames]) == (None, [b"".join(frame)])
+    assert bytes(body) == b"".join(frame)
+    assert wire.readdress(body, 7) == 0
+    assert bytes(body) == b"".join(frame)
 
 
 def test_different_frames_travel_once_each() -> None:
     one, other = pack(Kind.CALL, 7, b"one"), pack(Kind.CALL, 7, b"other", [b"x" * 100])
     body = bytes_of(wire.relay_body([one, other], [0, 1, 0]))
-    frames, index = wire.relayed(body, wire.SEVERAL)
-    assert index == (0, 1, 0)
+    frames, index, kinds = wire.relayed(body, 7)
+    assert (index, kinds) == ((0, 1, 0), 0)
     assert [bytes(each) for each in frames] == [b"".join(one), b"".join(other)]
 
 
 def test_the_hosts_number_is_put_on_a_frame() -> None:
-    frame = bytes_of(pack(Kind.CALL, 7, b"stream", aux=3))
-    wire.set_call_id(frame, 1 << 40)
-    assert HEADER.unpack_from(frame) == (6, 1 << 40, Kind.CALL, 0, 3, 0)
+    frame = bytes_of(pack(Kind.CALL, 7, b"stream", flags=4, aux=3))
+    assert wire.readdress(frame, 1 << 40) == 4
+    assert HEADER.unpack_from(frame) == (6, 1 << 40, Kind.CALL, 4, 3, 0)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 20, 30, 60])
@@ -161,9 +162,9 @@ def test_a_body_that_does_not_add_up_is_no_call(cut: int) -> None:
         wire.relay_body([pack(Kind.CALL, 7, b"abc"), pack(Kind.CALL, 7, b"d")], [0, 1])
     )
     with pytest.raises(FrameError):
-        wire.relayed(whole[:cut], wire.SEVERAL)
+        wire.relayed(whole[:cut], 1)
     with pytest.raises(FrameError):
-        wire.relayed(whole, 0)
+        wire.readdress(whole, 1)
 
 
 def test_errors_arrive_as_they_were() -> None:
