@@ -263,9 +263,9 @@ class Core:
                 await self.host.close()
             raise
 
-    async def leave(self) -> None:
-        """Its ``async with`` is left."""
-        await self.stop(5.0)
+    async def leave(self, grace: float = 5.0) -> None:
+        """Its ``async with`` is left, or its user has dropped it: end it, if it is this program's own."""
+        await self.stop(grace)
 
     async def detach(self) -> None:
         """Let go of a group that goes on without this program; see `WorkerGroup.detach`."""

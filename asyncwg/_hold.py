@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import logging
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from asyncwg._loop_thread import LoopThread, enter, leave
@@ -27,6 +27,18 @@ class Hold:
         self.root: Final = root
         self.thread: LoopThread | None = None
         self._finalizer: Any = None
+
+    @classmethod
+    def attached(cls, make: Callable[[], Coroutine[Any, Any, WorkerGroup]]) -> Hold:
+        """Return the hold on a group that another program hosts; ``make`` attaches to it."""
+        thread = enter()
+        try:
+            hold = cls(thread.run(make))
+        except BaseException:
+            leave(thread)
+            raise
+        hold._keep(thread)
+        return hold
 
     def running(self) -> LoopThread:
         """Return the thread.
@@ -57,18 +69,33 @@ class Hold:
                 self.thread = None
             leave(thread)
             raise
+        self._keep(thread)
+
+    def _keep(self, thread: LoopThread) -> None:
+        self.thread = thread
         self._finalizer = weakref.finalize(self, _let_go, thread, self.root._core)  # noqa: SLF001
         self._finalizer.atexit = False
         _running.add(self)
 
     def shutdown(self, grace: float) -> None:
         """Shut the group down; see `WorkerGroup.shutdown`."""
+        self._end(lambda: self.root.shutdown(grace))
+
+    def leave(self, grace: float) -> None:
+        """Shut the group down, or let go of one that goes on without this program."""
+        self._end(lambda: self.root._core.leave(grace))  # noqa: SLF001
+
+    def detach(self) -> None:
+        """Let go of the group; see `WorkerGroup.detach`."""
+        self._end(self.root.detach)
+
+    def _end(self, how: Callable[[], Coroutine[Any, Any, None]]) -> None:
         thread = self.thread
         if thread is None:
-            without_waiting(self.root.shutdown())
+            without_waiting(how())
             return
         try:
-            thread.run(lambda: self.root.shutdown(grace))
+            thread.run(how)
         except GroupClosedError:
             pass  # another thread was faster, and the loop has ended
         finally:
@@ -111,7 +138,7 @@ def _end(thread: LoopThread, core: Any) -> None:
         _ending.discard(task)
         leave(thread)
 
-    task: asyncio.Task[None] = asyncio.get_running_loop().create_task(core.stop(0))
+    task: asyncio.Task[None] = asyncio.get_running_loop().create_task(core.leave(0))
     _ending.add(task)
     task.add_done_callback(ended)
 
@@ -119,7 +146,7 @@ def _end(thread: LoopThread, core: Any) -> None:
 def _at_exit() -> None:
     for link in list(_running):
         try:
-            link.shutdown(_GRACE)
+            link.leave(_GRACE)
         except WorkerGroupError as error:  # nobody is left to catch it
             _log.warning("when the program ended: %s", error, exc_info=error)
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, final, overload
 
 from asyncwg import _surface, worker_group
@@ -287,6 +287,14 @@ class _Surface:
         send = functools.partial(self._inner.run, function)
         return _send(self._hold, send, args, kwargs, waits=True)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Arrive in another process as an `asyncwg.WorkerGroup`, or a view of one, that calls this group.
+
+        Raises:
+            UsageError: the group is neither detached nor attachable.
+        """
+        return self._inner.__reduce_ex__(protocol)
+
     def rank(self, index: int) -> RankView:
         """Return the view on one rank; the same as ``wg[index]``."""
         return self[index]
@@ -419,9 +427,12 @@ class WorkerGroup(_Surface):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
-        """Shut it down; what ``close()`` raised does not hide an exception that is under way."""
+        """Shut it down, or let go of it where it goes on without this program.
+
+        What ``close()`` raised does not hide an exception that is under way.
+        """
         try:
-            self.shutdown()
+            self._hold.leave(5.0)
         except WorkerGroupError as closing:
             if error is None:
                 raise
@@ -485,6 +496,36 @@ class WorkerGroup(_Surface):
         Ctrl-C meanwhile kills at once.
         """
         self._hold.shutdown(grace)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        cls_with_init: worker_group.ClassWithInitArgs[Any] | None = None,
+        *,
+        timeout: float | None = 30.0,
+    ) -> Self:
+        """Return a handle on a group that another program hosts; see `asyncwg.WorkerGroup.attach`."""
+        make = worker_group.WorkerGroup.attach
+        return cls._attached(lambda: make(name, cls_with_init, timeout=timeout))
+
+    @classmethod
+    def from_detached(cls, name: str | None = None, **options: Any) -> Self:
+        """Attach to a group by verl's arguments; see `asyncwg.WorkerGroup.from_detached`."""
+        make = worker_group.WorkerGroup.from_detached
+        return cls._attached(lambda: make(name, **options))
+
+    @classmethod
+    def _attached(cls, make: Callable[[], Coroutine[Any, Any, worker_group.WorkerGroup]]) -> Self:
+        hold = Hold.attached(make)
+        group = cls.__new__(cls)
+        _Surface.__init__(group, hold, hold.root)
+        group._group = hold.root  # noqa: SLF001  # one of us
+        return group
+
+    def detach(self) -> None:
+        """Let go of a group that goes on without this program; see `asyncwg.WorkerGroup.detach`."""
+        self._hold.detach()
 
     def restart(self, grace: float = 5.0) -> None:
         """End the processes and start new ones in their place; see `asyncwg.WorkerGroup.restart`."""

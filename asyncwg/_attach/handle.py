@@ -160,8 +160,9 @@ class AttachedCore(Core):
         del facade
         self.running()
 
-    async def leave(self) -> None:
+    async def leave(self, grace: float = 5.0) -> None:
         """Its ``async with`` is left: let go."""
+        del grace
         await self.detach()
 
     async def detach(self) -> None:
