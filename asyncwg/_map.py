@@ -7,8 +7,9 @@ import collections
 import contextlib
 import reprlib
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
-from typing import Any
+from typing import Any, final
 
+from asyncwg._stream import Reading
 from asyncwg.call import Call
 from asyncwg.errors import UsageError
 
@@ -47,32 +48,51 @@ class Mapping:
         self._ordered = ordered
         self._read = 0
         self._woken = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where it is read; None before that, when nothing has been sent."""
+        self._closed = False
 
-    async def results(self) -> AsyncIterator[tuple[Any, Any]]:
-        """Yield item and result. Left early, or after a failure, it cancels what is in flight."""
+    async def next(self) -> tuple[Any, Any]:
+        """Wait for the next result; return the item and it. After a failure all is cancelled.
+
+        Raises:
+            StopAsyncIteration: there is none, or this was closed.
+        """
+        self._loop = asyncio.get_running_loop()
         try:
-            while True:
+            while not self._closed:
                 self._woken.clear()
                 self._fill()
                 number = self._landed()
                 if number is not None:
-                    yield self._take(number)
-                elif self._exhausted and not self._flying:
-                    return
-                else:
-                    await self._woken.wait()
-        finally:
-            if self._coming is not None:
-                self._coming.cancel()
-            for _, call in self._flying.values():
-                call.cancel()
+                    return self._take(number)
+                if self._exhausted and not self._flying:
+                    break
+                await self._woken.wait()
+        except BaseException:
+            self.close()
+            raise
+        raise StopAsyncIteration
 
-    async def values(self) -> AsyncIterator[Any]:
-        """Yield the results alone; see `results`."""
-        pairs: Any = self.results()
-        async with contextlib.aclosing(pairs):
-            async for _, value in pairs:
-                yield value
+    def close(self) -> None:
+        """Send no more and cancel what is in flight, from any thread. Returns at once."""
+        self._closed = True
+        if self._loop is None or not (self._flying or self._coming):
+            return
+        if asyncio._get_running_loop() is self._loop:  # noqa: SLF001  # does not raise where none runs
+            self._cancel()
+        else:
+            with contextlib.suppress(RuntimeError):  # it is closed, and the group with it
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._coming is not None:
+            self._coming.cancel()
+        for _, call in self._flying.values():
+            if not call.cancel() and not call.cancelled():
+                call.exception()  # who leaves a loop does not wait for what comes behind it
+        self._flying.clear()
+        self._woken.set()
 
     def _fill(self) -> None:
         """Send what there is room for."""
@@ -131,6 +151,39 @@ class Mapping:
 
     def _which(self, number: int, item: Any) -> str:
         return f"this was item {number} of map({self._label}): {reprlib.repr(item)}"
+
+
+@final
+class Results(AsyncIterator[Any]):
+    """What ``wg.map`` returns. It is read once; leaving the loop closes it, and so does dropping it.
+
+    Nothing else keeps it: calls in flight keep the `Mapping`.
+    """
+
+    def __init__(self, mapping: Mapping, *, with_items: bool) -> None:
+        self._mapping = mapping
+        self._with_items = with_items
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Read it. When what this returns is dropped, as at the end of a loop, it is closed."""
+        return Reading(self)
+
+    async def __anext__(self) -> Any:
+        """Return the next result, or item and result."""
+        item, value = await self._mapping.next()
+        return (item, value) if self._with_items else value
+
+    def close(self) -> None:
+        """Cancel what is in flight. Returns at once."""
+        self._mapping.close()
+
+    async def aclose(self) -> None:
+        """The same, for ``contextlib.aclosing``."""
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # it was never made
+            self.close()
 
 
 def _reader_of(

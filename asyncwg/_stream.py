@@ -6,7 +6,7 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Protocol, final
 
 from asyncwg.call import Call
 from asyncwg.errors import UsageError
@@ -70,7 +70,7 @@ class Stream(AsyncIterator[tuple[int, Any]]):
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Any]]:
         """Read it. When what this returns is dropped, as at the end of a loop, the stream is closed."""
-        return _Reading(self)
+        return Reading(self)
 
     async def __anext__(self) -> tuple[int, Any]:
         """Return the next rank and item.
@@ -138,14 +138,26 @@ class Stream(AsyncIterator[tuple[int, Any]]):
         return f"<Stream of {self._label}, {'ended' if self._call.done() else 'running'}>"
 
 
-class _Reading(AsyncIterator[tuple[int, Any]]):
-    """One loop over a stream: only the loop knows it, so it goes when the loop is left."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+class Readable(Protocol):
+    """What a loop reads, and closes when it is left."""
 
     def __anext__(self) -> Any:
-        return self._stream.__anext__()
+        """Return the next item."""
+        ...
+
+    def close(self) -> None:
+        """Stop whoever makes more."""
+        ...
+
+
+class Reading(AsyncIterator[Any]):
+    """One loop over something: only the loop knows it, so it goes when the loop is left."""
+
+    def __init__(self, source: Readable) -> None:
+        self._source = source
+
+    def __anext__(self) -> Any:
+        return self._source.__anext__()
 
     def __del__(self) -> None:
-        self._stream.close()
+        self._source.close()

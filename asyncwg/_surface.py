@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from asyncwg._catalog import Catalog
 from asyncwg._core import Core
 from asyncwg._job import CallOptions, Job, Quick, Target, nearest, quick_of
-from asyncwg._map import Mapping
+from asyncwg._map import Mapping, Results
 from asyncwg._registered import OnGroup, OnRank
 from asyncwg.call import Call
 from asyncwg.decorator import CustomMode, Execute, Method, Mode
@@ -223,7 +223,7 @@ class Surface:
         ordered: bool = False,
         max_inflight: int | None = None,
         with_items: bool = False,
-    ) -> AsyncIterator[Any]:
+    ) -> Results:
         """Call a method once for each item, on whichever rank has the least to do, and yield the results.
 
         ``async for result in wg.map("generate", prompts)``. Items are read as results are: never more
@@ -254,7 +254,7 @@ class Surface:
         if max_inflight < 1:
             raise UsageError(f"max_inflight must be at least 1, not {max_inflight!r}")
         work = Mapping(proxy, found.label, items, ordered=ordered, most=max_inflight)
-        return work.results() if with_items else work.values()
+        return Results(work, with_items=with_items)
 
     @overload
     def __getitem__(self, index: int) -> RankView: ...

@@ -156,14 +156,50 @@ async def test_a_failure_says_which_item_it_was_and_cancels_the_others(wg: Worke
 
 async def test_leaving_the_loop_cancels_what_is_under_way(wg: WorkerGroup) -> None:
     async for _ in wg.map("hold_strings", [1, "a", "b"], max_inflight=3):
+        await bounded(_held(wg, {"a", "b"}))
         break
+    await bounded(_were_cancelled(wg, ["a", "b"]))
 
-    async def cancelled() -> None:
-        names: list[str] = []
-        while sorted(names) != ["a", "b"]:
-            names = [name for rank in await wg.were_cancelled() for name in rank]
 
-    await bounded(cancelled())
+async def test_leaving_the_loop_cancels_also_where_a_variable_keeps_the_results(
+    wg: WorkerGroup, loop_kind: str
+) -> None:
+    results = wg.map("hold_strings", [1, "a", "b"], max_inflight=3)
+    async for _ in results:
+        await bounded(_held(wg, {"a", "b"}))
+        break
+    await bounded(_were_cancelled(wg, ["a", "b"]))
+    assert await bounded(all_of(results)) == []
+
+
+async def test_results_that_are_dropped_or_closed_cancel_what_is_under_way(
+    wg: WorkerGroup,
+) -> None:
+    results = wg.map("hold_strings", [1, "a"], max_inflight=2)
+    assert await bounded(anext(results)) == 1
+    await bounded(_held(wg, {"a"}))
+    del results
+    await bounded(_were_cancelled(wg, ["a"]))
+    results = wg.map("hold_strings", [1, "b"], max_inflight=2)
+    assert await bounded(anext(results)) == 1
+    await bounded(_held(wg, {"b"}))
+    results.close()
+    results.close()
+    with pytest.raises(StopAsyncIteration):
+        await bounded(anext(results))
+    await bounded(_were_cancelled(wg, ["a", "b"]))
+
+
+async def _held(wg: WorkerGroup, names: set[str]) -> None:
+    """Wait until the ranks have begun these: what they have not begun is dropped."""
+    while not names <= {name for rank in await wg.holding() for name in rank}:
+        pass
+
+
+async def _were_cancelled(wg: WorkerGroup, expected: list[str]) -> None:
+    names: list[str] = []
+    while sorted(names) != expected:
+        names = [name for rank in await wg.were_cancelled() for name in rank]
 
 
 async def test_an_error_of_the_items_is_raised_and_cancels_what_is_under_way(

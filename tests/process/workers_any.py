@@ -54,6 +54,10 @@ class Chosen(Worker):
         self.events.setdefault(name, asyncio.Event()).set()
 
     @register()
+    async def holding(self) -> list[Any]:
+        return list(self.events)
+
+    @register()
     async def were_cancelled(self) -> list[Any]:
         return self.cancelled
 
