@@ -228,8 +228,8 @@ class Surface:
 
         ``async for result in wg.map("generate", prompts)``. Items are read as results are: never more
         than ``max_inflight`` are on their way, or done and not read. Leaving the loop cancels what is
-        on its way, as ``close()`` of what this returns does. A failure ends it, with a note that says which item it was; so does an error of
-        ``items`` itself.
+        on its way, as ``close()`` of what this returns does. A failure ends it, with a note that says
+        which item it was; so does an error of ``items`` itself.
 
         Args:
             method: name of a registered method, or the function; it gets one item, whole, as its
