@@ -15,8 +15,9 @@ import inspect
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
-from asyncwg._driver.calls import Calls, Outcome, Pending
+from asyncwg._driver.calls import Calls
 from asyncwg._driver.launch import Spec
+from asyncwg._driver.pending import Outcome, Pending
 from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._wire import codec
 from asyncwg._wire.frames import NONE, Assembler, Buffer, Kind, pack, unpack

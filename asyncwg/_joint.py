@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncwg import dispatch
-from asyncwg._driver.calls import Calls, Pending, fold_equal
+from asyncwg._driver.calls import Calls
+from asyncwg._driver.pending import Pending, fold_equal
 from asyncwg._job import Job, expire_later, inherited
 from asyncwg._sender import Sender
 from asyncwg._waiting import Place, Waiting

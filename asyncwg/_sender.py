@@ -21,9 +21,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from asyncwg import dispatch
-from asyncwg._driver.calls import Outcome, Pending
 from asyncwg._driver.departure import Load
 from asyncwg._driver.gang import Gang
+from asyncwg._driver.pending import Outcome, Pending
 from asyncwg._driver.rank import ASYNC, COMPUTE
 from asyncwg._job import Job, Quick, Target, expire_later, inherited
 from asyncwg._waiting import Place, Waiting

@@ -16,7 +16,8 @@ from asyncwg._attach.lent import OUTBOX, LentArena
 from asyncwg._attach.outbox import Outbox, Share
 from asyncwg._attach.wire import State
 from asyncwg._driver.arena import CONTROLLER, Block
-from asyncwg._driver.calls import Calls, Outcome, Pending
+from asyncwg._driver.calls import Calls
+from asyncwg._driver.pending import Outcome, Pending
 from asyncwg._driver.stacks import HangReport, Stacks
 from asyncwg._driver.transfers import Transfers, in_thread
 from asyncwg._transport.aio import SocketChannel

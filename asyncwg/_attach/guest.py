@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from asyncwg._attach import wire
 from asyncwg._attach.wire import Route
 from asyncwg._driver.arena import Block, Holder
-from asyncwg._driver.calls import Pending
+from asyncwg._driver.pending import Pending
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._wire import codec
 from asyncwg._wire.frames import (

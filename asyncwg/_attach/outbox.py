@@ -12,7 +12,8 @@ from typing import Any, Final
 from asyncwg._attach import wire
 from asyncwg._attach.wire import Route
 from asyncwg._driver.arena import Block
-from asyncwg._driver.calls import Calls, Pending
+from asyncwg._driver.calls import Calls
+from asyncwg._driver.pending import Pending
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._wire import codec
 from asyncwg._wire.frames import HEADER, Buffer, Kind, pack, size_of

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from asyncwg._driver.arena import Arena, Block, Holder
-from asyncwg._driver.calls import Calls, Pending
+from asyncwg._driver.calls import Calls
+from asyncwg._driver.pending import Pending
 from asyncwg._transport.aio import Slot
 from asyncwg._wire import sources
 from asyncwg._wire.codec import Encoded

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncwg._driver.arena import arena
-from asyncwg._driver.calls import Calls, Outcome, Pending
+from asyncwg._driver.calls import Calls
 from asyncwg._driver.guardian import Guardian, interpreter_flags
 from asyncwg._driver.launch import Launch
+from asyncwg._driver.pending import Outcome, Pending
 from asyncwg._driver.postmortem import explain, oom_kills
 from asyncwg._driver.process import Processes
 from asyncwg._driver.rank import COMPUTE, Rank, RankState

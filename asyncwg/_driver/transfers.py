@@ -31,8 +31,9 @@ from asyncwg._driver.arena import (
     Holder,
     arena,
 )
-from asyncwg._driver.calls import Calls, Pending, Region
+from asyncwg._driver.calls import Calls
 from asyncwg._driver.departure import Cargo, Departure, Load
+from asyncwg._driver.pending import Pending, Region
 from asyncwg._driver.rank import Rank
 from asyncwg._transport.aio import Slot
 from asyncwg._wire import sources

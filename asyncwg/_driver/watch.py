@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from asyncwg._driver.calls import Calls, Pending
+from asyncwg._driver.calls import Calls
+from asyncwg._driver.pending import Pending
 from asyncwg._driver.process import Processes
 from asyncwg._driver.rank import Rank
 from asyncwg._driver.stacks import HangReport, Stacks, parse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncwg._driver import calls, stacks
+from asyncwg._driver import pending, stacks
 from asyncwg._driver.stacks import HangReport, Stacks, parse
 
 WORKER = stacks._OURS + "_worker/lanes.py"
@@ -78,7 +78,7 @@ def failed(rank: int, traceback: str, error: type[Exception] = ValueError) -> Ex
 
 def test_equal_tracebacks_are_told_once_with_all_their_ranks() -> None:
     errors = [failed(rank, "one way" if rank != 2 else "another way") for rank in range(6)]
-    calls.fold_equal(errors)
+    pending.fold_equal(errors)
     assert errors[0].__notes__[-1] == "ranks 1, 3-5: the same"
     assert "one way" in errors[0].__notes__[0]
     assert errors[1].__notes__ == ["Raised in Actor.step, rank 1, call 1: the same as on rank 0"]
@@ -87,11 +87,11 @@ def test_equal_tracebacks_are_told_once_with_all_their_ranks() -> None:
 
 def test_equal_tracebacks_of_different_exceptions_are_both_told() -> None:
     errors = [failed(0, "one way"), failed(1, "one way", KeyError)]
-    calls.fold_equal(errors)
+    pending.fold_equal(errors)
     assert all("one way" in error.__notes__[0] for error in errors)
 
 
 def test_an_exception_without_a_traceback_is_left_alone() -> None:
     error = ValueError("from the controller")
-    calls.fold_equal([error, failed(1, "one way")])
+    pending.fold_equal([error, failed(1, "one way")])
     assert not hasattr(error, "__notes__")
