@@ -327,7 +327,7 @@ class Core:
             raise WorkerGroupError(f"{self.cls.__name__}.close failed in {self.name!r}", errors)
 
     def disown(self) -> None:
-        """Leave it to the caller to `stop` a group that its user has dropped. In any thread."""
+        """Let the caller call `leave`, when its user has dropped it. In any thread."""
         if self._finalizer is not None:
             self._finalizer.detach()
 

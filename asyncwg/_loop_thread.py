@@ -63,7 +63,7 @@ class Errand:
             self.made = make()
         except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
             self.error = error
-        if self._taken or self.made is None:
+        if self._taken or not hasattr(self.made, "add_done_callback"):
             self.end()
         else:
             self.made.add_done_callback(self.end)
@@ -82,7 +82,7 @@ class Errand:
 
     def drop(self) -> Any:
         """Cancel what was begun, and return it."""
-        if self.made is not None:
+        if hasattr(self.made, "cancel"):
             self.made.cancel()
         return self.made
 

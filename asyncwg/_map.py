@@ -150,7 +150,12 @@ class Mapping:
             raise
 
     def _which(self, number: int, item: Any) -> str:
-        return f"this was item {number} of map({self._label}): {reprlib.repr(item)}"
+        return which(self._label, number, item)
+
+
+def which(label: str, number: int, item: Any) -> str:
+    """Say which item of a map it was."""
+    return f"this was item {number} of map({label}): {reprlib.repr(item)}"
 
 
 @final

@@ -26,6 +26,7 @@ from asyncwg._driver.gang import Gang
 from asyncwg._driver.pending import Outcome, Pending
 from asyncwg._driver.rank import ASYNC, COMPUTE
 from asyncwg._job import Job, Quick, Target, expire_later, inherited
+from asyncwg._stream import caller
 from asyncwg._waiting import Place, Waiting
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import EXTRAS, HEADER, NONE, STREAM, UNNUMBERED, Buffer, Kind, pack
@@ -337,9 +338,13 @@ class Sender:
         job.feed.pull = functools.partial(self._calls.pull, pending)
 
     def _refuse_inside_a_stream(self, job: Job) -> None:
-        task = asyncio.current_task()
+        who = caller()
         for feed, target in self._streams.items():
-            if feed.reader is task and not set(target.ranks).isdisjoint(job.target.ranks):
+            if (
+                who is not None
+                and feed.reader is who
+                and not set(target.ranks).isdisjoint(job.target.ranks)
+            ):
                 raise UsageError(
                     f"{job.method.label} would wait for the 'async for' loop that it is called in: its ranks "
                     "run a def generator until the loop is left. Leave the loop first, or make the generator "

@@ -6,10 +6,19 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from typing import Any, NoReturn, Protocol, final
 
 from asyncwg.call import Call
 from asyncwg.errors import UsageError
+
+outside: ContextVar[object | None] = ContextVar("asyncwg_outside", default=None)
+"""Stands for a caller that is no task of the loop: a thread that blocks."""
+
+
+def caller() -> object | None:
+    """Return who reads or calls."""
+    return outside.get() or asyncio.current_task()
 
 
 class Feed:
@@ -19,8 +28,8 @@ class Feed:
         self.items: collections.deque[tuple[int, Any]] = collections.deque()
         self.pull: Callable[[int], None] | None = None
         """Tells a rank that an item of its was taken; None until the call is on its way."""
-        self.reader: asyncio.Task[Any] | None = None
-        """The task that has an item and works on it: it is in the body of its loop."""
+        self.reader: object | None = None
+        """The task, or thread, that has an item and works on it: it is in the body of its loop."""
         self.waiter: asyncio.Future[None] | None = None
         self._counts: dict[int, int] = {}
 
@@ -92,7 +101,7 @@ class Stream(AsyncIterator[tuple[int, Any]]):
         rank, item = feed.items.popleft()
         if feed.pull is not None and not self._call.done():
             feed.pull(rank)
-        feed.reader = asyncio.current_task()
+        feed.reader = caller()
         return rank, item
 
     def close(self) -> None:

@@ -244,17 +244,22 @@ class Surface:
             UsageError: a generator method, or no items.
             AttributeError: no such method.
         """
+        proxy, label, most = self._mapped(method, max_inflight)
+        work = Mapping(proxy, label, items, ordered=ordered, most=most)
+        return Results(work, with_items=with_items)
+
+    def _mapped(self, method: Any, most: int | None) -> tuple[Proxy, str, int]:
+        """Return what `map` calls, its label, and how many calls are on their way at once."""
         name = method if isinstance(method, str) else self._name_of(method)
-        proxy = getattr(self.any, name)
+        proxy: Proxy = getattr(self.any, name)
         found = self._catalog.methods[name]
         if found.is_stream:
             raise UsageError(f"{found.label} is a generator: map() takes what returns a value")
-        if max_inflight is None:
-            max_inflight = self.world_size * (found.options.max_concurrency or 2)
-        if max_inflight < 1:
-            raise UsageError(f"max_inflight must be at least 1, not {max_inflight!r}")
-        work = Mapping(proxy, found.label, items, ordered=ordered, most=max_inflight)
-        return Results(work, with_items=with_items)
+        if most is None:
+            most = self.world_size * (found.options.max_concurrency or 2)
+        if most < 1:
+            raise UsageError(f"max_inflight must be at least 1, not {most!r}")
+        return proxy, found.label, most
 
     @overload
     def __getitem__(self, index: int) -> RankView: ...

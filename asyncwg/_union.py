@@ -141,6 +141,8 @@ class UnionProxy:
         method = lead.methods[name]
         self.__name__ = method.name
         self.__doc__ = method.function.__doc__
+        self.__wrapped__ = method.function
+        self.blocking = method.options.blocking
         for member in union.members:
             _, _, catalog = inside(member)
             other = catalog.methods[name]

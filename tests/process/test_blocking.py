@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import inspect
+import itertools
 import os
 import select
 import signal
@@ -14,7 +15,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +40,7 @@ from asyncwg import (
 from asyncwg import WorkerGroup as AsyncWorkerGroup
 from asyncwg._loop_thread import Errand
 from asyncwg.blocking import Handle, WorkerGroup
+from asyncwg.colocated import create_colocated_worker_cls
 from tests.process.workers_life import (
     AsyncSteps,
     Fifo,
@@ -70,9 +72,33 @@ class Later(Steps):
     def hold_later(self, started: Fifo, release: Fifo, value: Any = None) -> Any:
         return self.hold(started, release, value)
 
+    @register()
+    def until_cancelled_with(self, fifos: tuple[Fifo, Fifo]) -> None:
+        self.until_cancelled(*fifos)
+
     @register(blocking=False)
     def fail_later(self, message: str) -> None:
         raise ValueError(message)
+
+
+class Giver(Steps):
+    """Generators."""
+
+    @register()
+    def count(self, end: int | None = None) -> Iterator[int]:
+        try:
+            for number in itertools.count():
+                if number == end:
+                    return
+                self.log.append(number)
+                yield number
+        finally:
+            self.log.append("closed")
+
+    @register()
+    async def count_async(self) -> AsyncIterator[int]:
+        for number in itertools.count():
+            yield number
 
 
 def group(cls: type = Later, ranks: int = 2, *args: Any, **options: Any) -> WorkerGroup:
@@ -454,6 +480,10 @@ class TestLife:
         with pytest.raises(TypeError, match="did you mean 'output'"):
             group(outputs="inherit")
 
+    def test_every_function_of_the_other_group_is_here(self) -> None:
+        theirs = {name for name in dir(AsyncWorkerGroup) if not name.startswith("_")}
+        assert theirs - set(dir(WorkerGroup)) == set()
+
     def test_a_method_may_not_have_the_name_of_a_function_of_the_group(self) -> None:
         class Clash(Worker):
             @register()
@@ -625,6 +655,98 @@ IN_FLIGHT: Final = """
             fifo.put(2)
             handle = wg.execute_all("hold", fifo, fifo)
 """
+
+
+class TestManyRanks:
+    def test_whoever_is_free_does_the_work(self, shared: WorkerGroup) -> None:
+        assert shared.any.doubled(4) == 8
+        assert shared.any.triple(4).get() == 12
+        assert list(shared.map("doubled", range(20), ordered=True)) == [2 * n for n in range(20)]
+        assert sorted(shared.map(Later.doubled, iter(range(20)), max_inflight=3)) == list(
+            range(0, 40, 2)
+        )
+        assert dict(shared.map("triple", [1, 2], with_items=True)) == {1: 3, 2: 6}
+        with pytest.raises(ValueError, match="bad") as caught:
+            list(shared.map("fail", ["bad"]))
+        assert "item 0 of map(Later.fail): 'bad'" in caught.value.__notes__[-1]
+        with pytest.raises(UsageError, match="max_inflight"):
+            shared.map("doubled", [], max_inflight=0)
+
+    def test_leaving_a_map_cancels_what_is_on_its_way(
+        self, shared: WorkerGroup, fifo: Callable[[], Fifo]
+    ) -> None:
+        started, seen = fifo(), fifo()
+
+        def items() -> Iterator[tuple[Fifo, Fifo]]:
+            yield started, seen
+            take(started)
+            raise KeyError("no more")
+
+        running = shared.map("until_cancelled_with", items(), max_inflight=2)
+        with pytest.raises(KeyError):
+            next(running)
+        take(seen)
+
+    def test_generators_are_read_item_by_item(self) -> None:
+        with group(Giver) as wg:
+            assert sorted(wg.count(2)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+            for rank, item in wg[1].count():
+                assert rank == 1
+                if item == 2:
+                    break
+            assert wg[1].notes()[-1] == "closed"
+            items = wg[0].count_async()
+            assert next(items) == (0, 0)
+            assert wg.echo(1) == [1, 1]  # it holds no lane
+            items.close()
+
+    def test_a_call_that_would_wait_for_its_own_loop_is_refused(self) -> None:
+        with group(Giver, 1) as wg:
+            for _ in wg.count():
+                with pytest.raises(UsageError, match="Leave the loop first"):
+                    wg.echo(1)
+                break
+            assert wg.echo(1) == [1]
+
+    def test_groups_are_called_as_one(self, shared: WorkerGroup) -> None:
+        with group(Later, 1) as other:
+            both = WorkerGroup.union(shared, other[0:1])
+            assert both.doubled(2) == [4, 4, 4]
+            assert both.triple(2).get() == [6, 6, 6]
+            assert both.execute_all_sync("plain", 1) == [(0, 1), (1, 1), (0, 1)]
+            assert both.run(lambda worker: worker.rank) == [0, 1, 0]
+            assert (both.world_size, both[2].doubled(1), both[-3].rank_and_value()[0]) == (3, 2, 0)
+            assert str(inspect.signature(both.doubled)) == "(value: 'int') -> 'int'"
+            with pytest.raises(UsageError, match="blocking groups"):
+                WorkerGroup.union(shared, "other")  # type: ignore[arg-type]
+
+    def test_roles_of_one_process_are_groups(self) -> None:
+        both = create_colocated_worker_cls(
+            {"actor": ClassWithInitArgs(Later), "critic": ClassWithInitArgs(Steps)}
+        )
+        with WorkerGroup(ResourcePool([2], use_gpu=False), both, preload=[]) as wg:
+            roles = wg.spawn({"actor", "critic"})
+            assert roles["actor"].pid() == roles["critic"].pid() == wg.pids
+            assert roles["actor"].triple(1).get() == [3, 3]
+            wg.fuse({"critic"})
+            assert wg.critic[0].doubled(2) == 4
+            assert "critic" in dir(wg)
+
+    def test_a_group_of_another_program_is_called(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        with group(Later, 2, attachable=True, name="open") as own:
+            with WorkerGroup.attach("open") as wg:
+                assert wg.doubled(2) == [4, 4]
+                assert wg.pids == own.pids
+            assert wg.state == "closed"
+            again = WorkerGroup.from_detached("open")
+            assert again[1].doubled(2) == 4
+            again.detach()
+            assert own.doubled(1) == [2, 2]
+        with pytest.raises(UsageError, match="nowhere"):
+            WorkerGroup.attach("nowhere", timeout=1)
 
 
 class TestEndOfTheProgram:

@@ -40,6 +40,8 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_roles", "_union"),
     ("worker_group", "_link"),
     ("_hold",),
+    ("_handle",),
+    ("_plain",),
     ("colocated", "blocking", "testing", "_host"),
     ("", "__main__"),
 )
