@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from asyncwg import distributed
-from asyncwg._attach.handle import TravellingCore, make_core
 from asyncwg._attach.handle import attach as attach_to
+from asyncwg._attach.handle import make_core
 from asyncwg._attach.host import Host
 from asyncwg._attach.spawn import detached_core
+from asyncwg._attach.travel import TravellingCore
 from asyncwg._catalog import catalogs_of, roles_of
 from asyncwg._core import Core
 from asyncwg._driver.launch import Spec

@@ -12,17 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from asyncwg._attach import wire
+from asyncwg._attach.calls import RemoteCalls
 from asyncwg._attach.lent import OUTBOX, LentArena
-from asyncwg._attach.outbox import Outbox, Share
+from asyncwg._attach.outbox import Outbox
+from asyncwg._attach.transfers import RemoteTransfers
 from asyncwg._attach.wire import State
-from asyncwg._driver.arena import CONTROLLER, Block
-from asyncwg._driver.calls import Calls
+from asyncwg._driver.arena import Block
 from asyncwg._driver.pending import Outcome, Pending
 from asyncwg._driver.stacks import HangReport, Stacks
-from asyncwg._driver.transfers import Transfers, in_thread
+from asyncwg._driver.transfers import in_thread
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import NONE, Buffer, Kind, pack, unpack, unpack_placed
+from asyncwg._wire.frames import Buffer, Kind, pack, unpack
 from asyncwg.errors import (
     GroupBrokenError,
     GroupClosedError,
@@ -32,175 +33,6 @@ from asyncwg.errors import (
 
 _RESULT: Final = int(Kind.RESULT)
 _PAIR: Final = struct.Struct("<QQ")
-_OWNER: Final = "lent"
-
-
-class RemoteCalls(Calls):
-    """The pending table of a program that is attached: calls go to the host, answers come from it."""
-
-    outbox: Outbox
-
-    def send(
-        self,
-        call_id: int,
-        label: str,
-        ranks: Sequence[int],
-        lane: int,
-        frames: Sequence[Sequence[Buffer]],
-        outcome: Outcome,
-        single: bool,
-        on_error: str,
-        joins: Sequence[int] = (),
-        relay: Any = None,
-    ) -> Pending:
-        """Hand a call to the host, now or in its turn."""
-        del relay  # only a host has that
-        # Written out: a small call would feel another call of a function.
-        pending = self._pending[call_id] = Pending(
-            call_id, label, ranks, lane, outcome, single, on_error
-        )
-        if joins:
-            pending.joins = joins
-        load = self.load
-        for rank in ranks:
-            load[rank] += 1
-        route = (label, ranks, lane, single, on_error, joins)
-        if len(frames) > 1 or not self.outbox.send_at_once(call_id, route, frames[0]):
-            self.outbox.post(pending, frames)
-        return pending
-
-    def abandon(self, pending: Pending) -> None:
-        """Nobody waits for a call any more: have the host drop it on all its ranks, or on none (E-5)."""
-        pending.take()
-        if self.get(pending.call_id) is not pending:
-            return
-        self.forget(pending)
-        if pending.unsent is not None:
-            pending.unsent()
-        elif self.outbox.channel is not None:
-            self.outbox.channel.send(pack(Kind.ABANDON, pending.call_id))
-
-    def pull(self, pending: Pending, rank: int) -> None:
-        """An item of a rank was read: it may make one more."""
-        if pending.owes(rank) and self.outbox.channel is not None:
-            self.outbox.channel.send(pack(Kind.PULL, pending.call_id, aux=rank))
-
-    def cancel_silent(self, pending: Pending) -> None:
-        """Have the host tell the ranks that have not answered that nobody waits for them."""
-        if self.outbox.channel is not None:
-            self.outbox.channel.send(pack(Kind.CANCEL, pending.call_id))
-
-    def fail_unsent(self, error_of: Callable[[Pending], Exception]) -> None:
-        """Fail what the host has not been sent."""
-        for pending in self.unanswered():
-            if pending.unsent is not None:
-                self.refuse(pending, error_of(pending))
-
-    def failed(self, call_id: int, flags: int, told: Any) -> None:
-        """Take it from the host that a call has ended otherwise than by its ranks' answers."""
-        pending = self.get(call_id)
-        if pending is None:
-            return
-        self.forget(pending)
-        outcome = pending.take()
-        if outcome is None:
-            return
-        if flags & wire.ITS_OWN and pending.errors:
-            error = pending.combined()
-            for note in told:
-                error.add_note(note)
-        else:
-            error = wire.unpack_error(told)
-        outcome.settle(None, error)
-
-
-class RemoteTransfers(Transfers):
-    """The traffic of a program that is attached with the host's arena."""
-
-    outbox: Outbox
-    lent: LentArena
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, lent: LentArena, limit: int) -> None:
-        books: Any = lent
-        super().__init__(loop, (), _OWNER, limit, 0.0, books)
-        self.lent = lent
-        self.channel: SocketChannel | None = None
-        self._asked: dict[int, tuple[Any, Any]] = {}
-        self._number = 0
-
-    def receive(
-        self, rank: int, _flags: int, body: memoryview, n_buffers: int, wanted: bool
-    ) -> tuple[memoryview, list[memoryview]]:
-        """Take a result out of the arena: its stream and its buffers, which are this program's own."""
-        stream, placed = unpack_placed(body, n_buffers)
-        ((offset, size),) = placed.blocks
-        self.lent.received(offset, size)
-        if not wanted:
-            self.lent.release(offset, CONTROLLER)
-            return stream, []
-        part = (
-            min(place for _, _, place in placed.buffers),
-            max(place + length for length, _, place in placed.buffers),
-        )
-        try:
-            block = self.lent.mapping.receive(offset, size, part=part)
-        except BaseException:
-            self.lent.release(offset, CONTROLLER)
-            raise
-        buffers = [block[place : place + length] for length, _, place in placed.buffers]
-        return (stream, buffers) if stream else (buffers.pop(), buffers)
-
-    async def readers_gone(self, blocks: Sequence[Block]) -> None:
-        """Nothing is sent by reference that could be written here: what is shared is another arena's."""
-
-    def want(
-        self,
-        weights: Sequence[int],
-        take: Callable[[list[Block]], None],
-        refuse: Callable[[Exception], None],
-        what: str,
-    ) -> bool:
-        """Ask the host for room; ``take`` or ``refuse`` is called later."""
-        del what
-        self._number += 1
-        self._asked[self._number] = (take, refuse)
-        if self.channel is not None:
-            self.channel.send(
-                pack(Kind.WANT, self._number, struct.pack(f"<{len(weights)}Q", *weights))
-            )
-        return False
-
-    def unwant(self, take: Callable[[list[Block]], None]) -> None:
-        """Undo `want`."""
-        for number, asked in list(self._asked.items()):
-            if asked[0] == take:
-                del self._asked[number]
-                if self.channel is not None:
-                    self.channel.send(pack(Kind.UNWANT, number))
-
-    def granted(self, number: int, flags: int, body: memoryview) -> None:
-        """Take the host's answer to `want`."""
-        asked = self._asked.pop(number, None)
-        if flags & NONE:
-            if asked is not None:
-                asked[1](wire.unpack_error(codec.decode(body)))
-            return
-        blocks = self.lent.granted(list(_PAIR.iter_unpack(body)), _OWNER)
-        if asked is None:
-            self.settle_transit(blocks)  # nobody wants them any more
-        else:
-            asked[0](blocks)
-
-    def hold(self, block: Block, rank: int) -> None:
-        """A call refers to a block: keep it until that has been sent."""
-        del rank
-        self.lent.hold(block, OUTBOX)
-        self.outbox.held.append(block)
-
-    def reserve(self, pending: Pending) -> Any:
-        """Take a call's place in the order."""
-        shares: list[Share] = self.outbox.reserve(pending)
-        return shares
 
 
 class _Lane:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -13,7 +12,8 @@ from typing import Any, Final
 
 from asyncwg._attach import wire
 from asyncwg._attach.client import RemoteGang
-from asyncwg._attach.connect import TIMEOUT, open_gang, until_readable
+from asyncwg._attach.connect import TIMEOUT, open_gang
+from asyncwg._attach.watched import Watched
 from asyncwg._attach.wire import Info, Ticket
 from asyncwg._catalog import Catalog
 from asyncwg._core import Core, check_selector
@@ -282,133 +282,6 @@ class AttachedCore(Core):
             )
 
 
-class TravellingCore(AttachedCore):
-    """A group that has arrived in another process: it attaches in each loop that uses it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._state = "running"
-        self._here: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AttachedCore] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._make: Callable[[], AttachedCore] = lambda: AttachedCore(*args, **kwargs)
-        self._owner: weakref.ref[Any] | None = None
-
-    def arrive(self, facade: Any) -> None:
-        """Take who holds it."""
-        self._owner = weakref.ref(facade)
-
-    def here(self) -> AttachedCore:
-        """Return the handle of the running loop, attached now if it is not."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            raise UsageError(
-                f"group {self.name!r} is called without an event loop: call it in an async def method with "
-                "await, or give asyncio.run(...) the coroutine that awaits it"
-            ) from None
-        core = self._here.get(loop)
-        facade = None if self._owner is None else self._owner()
-        if core is None or _is_over(core):
-            if facade is None:
-                raise GroupClosedError(f"group {self.name!r} was dropped by its user")
-            core = self._here[loop] = self._make()
-            core.begin(facade)
-        return core
-
-    @property
-    def gang(self) -> Any:
-        """The way to the host in the running loop; None where there is none."""
-        try:
-            core = self._here.get(asyncio.get_running_loop())
-        except (RuntimeError, AttributeError):  # also before it is made
-            return None
-        return None if core is None else core.gang
-
-    @property
-    def state(self) -> str:
-        """As the host has told this loop; ``"new"`` before it is attached here."""
-        try:
-            core = self._here.get(asyncio.get_running_loop())
-        except RuntimeError:
-            core = None
-        return "new" if core is None else core.state
-
-    def submit(self, job: Job) -> Call[Any]:
-        """Send a call. For proxies."""
-        return self.here().submit(job)
-
-    def submit_quick(self, quick: Quick) -> Call[Any]:
-        """Send a call without arguments. For proxies."""
-        return self.here().submit_quick(quick)
-
-    def running(self) -> Any:
-        """Return the way to the host if it takes calls."""
-        return self.here().running()
-
-    async def start(self, facade: Any) -> None:
-        """Attach, and wait until that is done."""
-        del facade
-        core = self.here()
-        await core.opened()
-        core.running()
-
-    async def detach(self) -> None:
-        """Let go, in this loop."""
-        core = self._here.pop(asyncio.get_running_loop(), None)
-        if core is not None:
-            await core.opened()
-            await core.detach()
-
-    async def stop(self, grace: float) -> None:
-        """End the group."""
-        await self.here().stop(grace)
-
-    async def restart(self, grace: float = 5.0, *, last: bool = True) -> None:
-        """Have the host start the group again."""
-        await self.here().restart(grace, last=last)
-
-    async def save(self) -> None:
-        """Have the host keep what the ranks' ``save_state()`` returns."""
-        await self.here().save()
-
-
-class Watched:
-    """A process whose end is waited for; none with pid 0."""
-
-    def __init__(self, pid: int) -> None:
-        self._fd = -1
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                self._fd = os.pidfd_open(pid)
-
-    def __enter__(self) -> Watched:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-    def kill(self) -> None:
-        """End it the hard way; its guardian ends all below it."""
-        if self._fd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
-
-    async def ended(self, seconds: float) -> None:
-        """Wait until it has ended; kill it after ``seconds``."""
-        if self._fd < 0:
-            return
-        try:
-            async with asyncio.timeout(seconds):
-                await until_readable(asyncio.get_running_loop(), self._fd)
-        except TimeoutError:
-            self.kill()
-        except asyncio.CancelledError:
-            self.kill()
-            raise
-
-
 def make_core(kind: type[AttachedCore], ticket: Ticket, cls: type | None = None) -> AttachedCore:
     """Return the inside of a handle on the group of ``ticket``.
 
@@ -488,11 +361,6 @@ def _read_info(packed: Any, name: str, cls: type | None) -> Info:
             f"the class of group {name!r} can't be unpickled in this program: {type(error).__name__}: "
             f"{error}. Make its module importable here, or give attach() this program's own class"
         ) from error
-
-
-def _is_over(core: AttachedCore) -> bool:
-    gang = core.remote
-    return gang is None or gang.closed or gang.unopened is not None
 
 
 def _let_go(loop: asyncio.AbstractEventLoop, gang: RemoteGang) -> Callable[[], None]:

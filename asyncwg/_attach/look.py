@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from asyncwg._attach.client import RemoteGang
 from asyncwg._attach.connect import greeting
-from asyncwg._attach.handle import Watched
 from asyncwg._attach.registry import Folder, peer_of
+from asyncwg._attach.watched import Watched
 from asyncwg.errors import AsyncwgError, CallTimeoutError, UsageError
 
 _PATIENCE: Final = 3.0
