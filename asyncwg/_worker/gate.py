@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from asyncwg._worker.context import CurrentCall
+
+_REMEMBERED: Final = 256
+"""Generators that have ended and whose number of items is remembered: more than can be unanswered."""
 
 
 class Gate:
@@ -27,6 +31,8 @@ class Gate:
         """Calls that have not started, and whose caller has gone all the same: another rank has. With the
         number of items at which a generator ends."""
         self._running: dict[int, CurrentCall] = {}
+        self._items: dict[int, int] = {}
+        """How many items generators had begun that have ended: the controller may not know it yet."""
 
     def enter(self, call: CurrentCall) -> bool:
         """Start ``call`` unless it was dropped; wait while it is held. Returns whether to run it."""
@@ -54,6 +60,10 @@ class Gate:
 
     def leave(self, call: CurrentCall) -> None:
         """Take note that ``call`` has ended."""
+        if call.credits is not None:
+            self._items[call.id] = call.credits.freeze()
+            if len(self._items) > _REMEMBERED:
+                del self._items[next(iter(self._items))]
         # Of the methods of a dict, each is one step: the control lane sees the call or does not.
         self._running.pop(call.id, None)
 
@@ -68,7 +78,9 @@ class Gate:
                 self._held.add(call_id)
                 return None
             call = self._running.get(call_id)
-            return 0 if call is None or call.credits is None else call.credits.freeze()
+            if call is None or call.credits is None:
+                return self._items.get(call_id, 0)
+            return call.credits.freeze()
 
     def drop(self, call_id: int) -> None:
         """Never start a call that is held."""

@@ -274,7 +274,12 @@ class AsyncLane:
         except _ExpiredError:
             return pack(Kind.EXPIRED, call.id)
         except BaseException as error:  # noqa: BLE001  # border: a user's exception becomes the answer
-            return service.failure(call.id, error, skip_frames=3 if request.is_stream else 2)
+            ended = (
+                request.is_stream and call.cancelled and isinstance(error, asyncio.CancelledError)
+            )
+            if not ended:  # a generator that was closed before it could begin has not failed
+                return service.failure(call.id, error, skip_frames=3 if request.is_stream else 2)
+            value = None
         try:
             reply = service.result(call.id, value)
         except BaseException as error:  # noqa: BLE001  # border: a user's reducers run here

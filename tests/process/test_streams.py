@@ -369,6 +369,26 @@ async def test_a_rank_that_has_not_begun_gives_as_many_items_as_the_one_that_has
     assert len(first) > 5
 
 
+async def test_a_failure_elsewhere_is_no_failure_of_a_rank_that_has_not_begun(
+    wg: WorkerGroup, fifo: Callable[[], Fifo]
+) -> None:
+    """Its generator was cancelled, and told as failed too."""
+    started, release = fifo(), fifo()
+    busy = wg[0].hold_the_loop(started, release)
+    await bounded(started.taken())
+    items: list[Any] = []
+    stream = wg.fail_after_async.options(on_error="wait")(1, 1)
+    reading = asyncio.create_task(read_into(items, stream))
+    while not stream._call._progress.errors:
+        await bounded(wg.check_health())
+    await bounded(wg.check_health())  # behind the news that it is to end
+    release.put()
+    with pytest.raises(WorkerGroupError) as caught:
+        await bounded(reading)
+    assert [str(error) for error in caught.value.exceptions] == ["no item 1"]
+    await bounded(busy)
+
+
 async def test_a_rank_that_has_more_items_is_closed_when_the_others_have_ended(
     wg: WorkerGroup,
 ) -> None:

@@ -80,6 +80,12 @@ class Giver(Worker):
         yield 1
 
     @register()
+    async def hold_the_loop(self, started: Fifo, release: Fifo) -> None:
+        """Let no other ``async def`` method start meanwhile."""
+        started.put()
+        release.take()
+
+    @register()
     def fail_after(self, items: int, rank: int) -> Iterator[int]:
         yield from range(items)
         if rank in (-1, self.rank):

@@ -11,6 +11,7 @@ from typing import Final
 import pytest
 
 from asyncwg._worker.context import CurrentCall
+from asyncwg._worker.credits import ThreadCredits
 from asyncwg._worker.gate import Gate
 
 BOUND: Final = 10.0
@@ -87,6 +88,20 @@ def test_a_call_that_has_ended_can_not_be_held(gate: Gate) -> None:
     gate.enter(served)
     gate.leave(served)
     assert gate.hold(1) == 0
+
+
+def test_a_generator_tells_how_many_items_it_has_begun_also_when_it_has_ended(gate: Gate) -> None:
+    """Its end may be on its way when the others are asked: they would begin none, and it has."""
+    served = call(1)
+    served.credits = wants = ThreadCredits()
+    gate.enter(served)
+    for begun in (1, 2):
+        wants.take()
+        assert gate.hold(1) == begun
+        wants.stop_at(9)
+    gate.leave(served)
+    gate.enter(call(2))
+    assert gate.hold(1) == 2
 
 
 def test_a_call_below_the_last_one_that_started_counts_as_started(gate: Gate) -> None:
