@@ -59,7 +59,7 @@ class FaultPlan:
         return self._with(Fault(rank, after, "drop"))
 
     def corrupt(self, rank: int, after: int = 1) -> FaultPlan:
-        """Break the next bytes that ``rank`` sends when the ``after``-th call to it is made."""
+        """Break the next frame that ``rank`` sends when the ``after``-th call to it is made."""
         return self._with(Fault(rank, after, "corrupt"))
 
     @contextlib.contextmanager

@@ -147,11 +147,14 @@ def _strike(sabotage: Sabotage, channel: SocketChannel, faults: Sequence[Fault])
 
 def _break_next_bytes(channel: SocketChannel) -> None:
     receive = channel._receive  # noqa: SLF001  # the last place before bytes become frames
+    assembler = channel._assembler  # noqa: SLF001
 
     def broken(room: memoryview) -> int:
+        between = assembler.idle
         count: int = receive(room)
-        room[:count] = bytes([_NO_FRAME]) * count
-        channel._receive = receive  # noqa: SLF001
+        if between:  # what is inside of a frame may be anything
+            room[:count] = bytes([_NO_FRAME]) * count
+            channel._receive = receive  # noqa: SLF001
         return count
 
     channel._receive = broken  # type: ignore[assignment]  # noqa: SLF001

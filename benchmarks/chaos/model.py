@@ -228,7 +228,7 @@ def order_complaints(
             where
             and len(where) < len(sent.ranks)
             and lane == "def"
-            and not (sent.stream and sent.error is not None)
+            and not (sent.stream and (sent.does == "raise" or sent.error is not None))
         ):
             # An async body that was cancelled before its first line has not written itself down.
             found.append(f"{sent} was run on {where} alone")
