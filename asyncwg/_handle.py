@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar, final
 
@@ -122,8 +124,6 @@ class Handle(Generic[T]):
 def send(hold: Hold, function: Callable[..., Any], args: Any, kwargs: Any, waits: bool) -> Any:
     """Make a call, and return its value or its handle; of a generator method, its items."""
     thread = hold.running()
-    if outside.get() is None:
-        outside.set(object())  # of this thread, or task of a notebook's loop
     if args or kwargs:
         _wait_for_streams()
         plain = [each._call if isinstance(each, Handle) else each for each in args]  # noqa: SLF001
@@ -132,10 +132,23 @@ def send(hold: Hold, function: Callable[..., Any], args: Any, kwargs: Any, waits
             for name, each in kwargs.items()
         }
         function = functools.partial(function, *plain, **named)
-    call = thread.ask(function, taken=not waits)
+    call = thread.ask(functools.partial(_call_for, _caller(), function), taken=not waits)
     if isinstance(call, Stream):
         return Items(call, hold)
     return result_of(call) if waits else Handle(call, hold)
+
+
+def _caller() -> object:
+    """Return who calls: the task of a notebook's loop, or the thread."""
+    if asyncio._get_running_loop() is None:  # noqa: SLF001  # does not raise where none runs
+        return threading.current_thread()
+    return asyncio.current_task() or threading.current_thread()
+
+
+def _call_for(who: object, function: Callable[[], Any]) -> Any:
+    """Make a call in the loop's thread, in a context of its own that tells for whom."""
+    outside.set(who)
+    return function()
 
 
 @final
@@ -159,9 +172,10 @@ class Items(Iterator[tuple[int, Any]]):
 
     def __next__(self) -> tuple[int, Any]:
         """Return the next rank and item."""
-        stream = self._stream
+        stream, who = self._stream, _caller()
 
         async def step() -> tuple[int, Any] | None:
+            outside.set(who)
             try:
                 return await stream.__anext__()
             except StopAsyncIteration:

@@ -495,11 +495,19 @@ class Sender:
 
         Raises:
             TypeError: something can't be pickled; the message says what.
+            UsageError: a call belongs to another loop.
         """
         try:
-            return codec.encode_with_calls((job.args, dict(job.kwargs)))
+            snapshot, needs = codec.encode_with_calls((job.args, dict(job.kwargs)))
         except Exception as error:
             raise self._unsendable(job, job.args, job.kwargs, error) from error
+        for need in needs:
+            if need.get_loop() is not self._loop:
+                raise UsageError(
+                    f"{job.method.label}: {need!r} belongs to another event loop, so it can't be waited for "
+                    "here: give its value"
+                )
+        return snapshot, needs
 
     def advance(self, lane: int) -> None:
         """Send what can go now: its values are there, and no earlier call keeps it back."""

@@ -13,7 +13,7 @@ from asyncwg.call import Call
 from asyncwg.errors import UsageError
 
 outside: ContextVar[object | None] = ContextVar("asyncwg_outside", default=None)
-"""Stands for a caller that is no task of the loop: a thread that blocks."""
+"""A caller that is no task of the loop, such as a thread that blocks; set where its calls are made."""
 
 
 def caller() -> object | None:

@@ -41,6 +41,7 @@ from asyncwg import WorkerGroup as AsyncWorkerGroup
 from asyncwg._loop_thread import Errand
 from asyncwg.blocking import Handle, WorkerGroup
 from asyncwg.colocated import create_colocated_worker_cls
+from tests.leaks import bounded
 from tests.process.workers_life import (
     AsyncSteps,
     Fifo,
@@ -325,6 +326,16 @@ class TestWaiting:
         assert shared.echo(1) == [1, 1]
         assert shared.triple(1).get() == [3, 3]
         assert asyncio.get_running_loop().is_running()
+
+    async def test_a_call_of_another_loop_is_no_argument(self, shared: WorkerGroup) -> None:
+        pool = ResourcePool([1], use_gpu=False)
+        async with AsyncWorkerGroup(pool, ClassWithInitArgs(Steps), preload=[]) as other:
+            call = other.echo(1)
+            with pytest.raises(UsageError, match="belongs to another event loop"):
+                shared.echo(call)
+            assert await bounded(call) == [1]
+            with pytest.raises(UsageError, match="belongs to another event loop"):
+                other.echo([shared.triple(1)])
 
 
 class TestCtrlC:

@@ -502,9 +502,12 @@ async def test_arguments_that_do_not_fit_are_a_type_error_at_the_call() -> None:
 
 async def test_a_proxy_has_the_methods_name_documentation_and_signature() -> None:
     async with group(Steps) as wg:
-        assert wg.doubled.__name__ == "doubled"
-        assert wg.doubled.__doc__ == "Double it."
-        assert list(inspect.signature(wg.doubled).parameters) == ["value"]
+        for surface in (wg, wg[0], wg[0:1], wg.any):
+            assert surface.doubled.__name__ == "doubled"
+            assert surface.doubled.__doc__ == "Double it."
+            assert str(inspect.signature(surface.doubled)) == "(value: 'int') -> 'int'"
+            assert {"doubled", "hold"} <= set(dir(surface))
+            assert "plain" not in dir(surface)
 
 
 async def test_an_unknown_option_of_a_call_is_a_type_error_with_the_nearest_name() -> None:
