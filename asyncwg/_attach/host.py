@@ -277,21 +277,23 @@ class Host:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close everything now."""
+        """Close everything now. Where the loop is closed, what it watched goes with it."""
+        gone = self._loop is None or self._loop.is_closed()
         if self._dropped is not None:
             self._dropped.detach()
         if self._sock is not None and self._loop is not None and self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock.fileno())
+            if not gone:
+                self._loop.remove_reader(self._sock.fileno())
             if self._folder is not None:
                 self._folder.give_up(self.core.name)
             self._sock.close()
         self._sock = None
-        for guest in list(self._guests):
+        for guest in () if gone else list(self._guests):
             guest.close()
         if self._folder is not None:
             self._folder.__exit__()
             self._folder = None
-        if self.ended is not None and not self.ended.done():
+        if not gone and self.ended is not None and not self.ended.done():
             self.ended.set_result(None)
 
     def _session(self) -> str:

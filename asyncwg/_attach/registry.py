@@ -64,7 +64,7 @@ class Folder:
 
     def __init__(self, path: str | None = None) -> None:
         self.path: Final = default_directory() if path is None else path
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(OSError):  # what follows says what is wrong
             os.mkdir(self.path, 0o700)
         try:
             self._fd = os.open(

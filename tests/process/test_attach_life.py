@@ -435,6 +435,25 @@ async def main():
     assert command("list").stdout.strip() == "no groups"
 
 
+async def test_when_the_program_that_hosts_a_group_is_killed_its_handles_break() -> None:
+    text = """
+async def main():
+    async with own(attachable=True, name="theirs") as wg:
+        say(*wg.pids)
+        await asyncio.Event().wait()
+"""
+    with Program(text) as host:
+        pids = [int(pid) for pid in (await host.line()).split()]
+        wg = await bounded(WorkerGroup.attach("theirs"))
+        call = wg.run(lambda _worker: signal.pause())
+        host.kill()
+        with pytest.raises(
+            GroupBrokenError, match=f"{host.pid} that hosts group 'theirs' has ended"
+        ):
+            await bounded(call, 2)
+    await gone(pids)
+
+
 async def test_an_attachable_group_that_its_user_drops_is_not_found_any_more() -> None:
     wg = await bounded(own(attachable=True, name="dropped").__aenter__())
     pids = wg.pids

@@ -46,6 +46,11 @@ def test_a_link_to_a_folder_is_refused(path: Path, tmp_path: Path) -> None:
         Folder(str(path))
 
 
+def test_a_folder_that_can_not_be_made_is_told(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"can't be used.*No such file"):
+        Folder(str(path / "deeper"))
+
+
 def test_another_users_folder_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
