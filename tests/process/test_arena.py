@@ -483,14 +483,16 @@ async def test_large_and_small_and_failing_calls_between_each_other_leave_nothin
 async def test_200_results_of_5_mb_that_are_dropped_leave_memory_as_it_was(
     one: WorkerGroup,
 ) -> None:
-    for i in range(3):
-        await bounded(one.echo(numbers(i, 5 * MB)))
+    gc.collect()
+    arena().trim()  # of what other tests have used
     before = (arena()._touched, os.fstat(arena().fd).st_blocks)
     for i in range(200):
         [back] = await bounded(one.echo(numbers(i, 5 * MB)))
         assert int(back[0]) == i
         del back
-    assert (arena()._touched, os.fstat(arena().fd).st_blocks) == before
+    # An argument and a result, and as many again that a busy machine has not let go yet.
+    assert arena()._touched <= before[0] + 4 * 6 * MB
+    assert os.fstat(arena().fd).st_blocks * 512 <= before[1] * 512 + 4 * 6 * MB
     assert (await quiet(one)).in_use() == 0
 
 
