@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -154,11 +154,18 @@ class StackPipe:
             os.close(self.write)
             self.write = -1
 
-    def expect(self) -> asyncio.Future[None]:
-        """Return what is done when the next text is complete; call it before the signal is sent."""
+    def expect(self, ask: Callable[[], None]) -> asyncio.Future[None]:
+        """Return what is done when the next text is complete.
+
+        Args:
+            ask: sends the signal. Whoever comes while a text is expected gets the same one: of two signals
+                at once the kernel may give the second to another thread, which then takes both, and
+                tells its own stack.
+        """
         if self._complete is None:
             self._chunks.clear()
             self._complete = self._loop.create_future()
+            ask()
         return self._complete
 
     async def take(self, complete: asyncio.Future[None], timeout: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -71,9 +72,8 @@ class Watch:
         asked = range(len(self._ranks)) if ranks is None else ranks
         alive = [rank for rank in asked if self._processes.alive(rank)]
         pipes = [self._ranks[rank].stacks for rank in alive]
-        expected = [pipe.expect() for pipe in pipes]
-        for rank in alive:
-            self._processes.signal(rank, STACKS_SIGNAL)
+        asks = [functools.partial(self._processes.signal, rank, STACKS_SIGNAL) for rank in alive]
+        expected = [pipe.expect(ask) for pipe, ask in zip(pipes, asks, strict=True)]
         taking = [pipe.take(each, timeout) for pipe, each in zip(pipes, expected, strict=True)]
         texts = dict(zip(alive, await asyncio.gather(*taking), strict=True))
         return Stacks(tuple(parse(rank, texts.get(rank, "")) for rank in asked))

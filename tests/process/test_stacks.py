@@ -76,6 +76,20 @@ async def test_two_who_ask_at_once_both_get_an_answer() -> None:
         assert [seen.summary for seen in both] == ["ranks 0, 1 idle"] * 2
 
 
+async def test_all_who_ask_at_once_are_told_of_the_main_thread(fifo: Callable[[], Fifo]) -> None:
+    """Of several signals another thread of the rank could take some, which is in no method."""
+    started, release = fifo(), fifo()
+    async with group(Recorder) as wg:
+        call = wg.hold(started, release)
+        await bounded(started.taken(2))
+        await bounded(_stacks_in(wg, "ranks 0, 1 in take"))
+        for _ in range(20):
+            told = await bounded(asyncio.gather(*(wg.stacks() for _ in range(4))))
+            assert {seen.summary.split(" at ")[0] for seen in told} == {"ranks 0, 1 in take"}
+        release.put(2)
+        await bounded(call)
+
+
 async def test_stacks_come_while_a_rank_holds_the_gil_in_c(
     loop_kind: str, fifo: Callable[[], Fifo]
 ) -> None:
