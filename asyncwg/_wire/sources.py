@@ -23,6 +23,8 @@ class Strided(bytearray):
 
     value: Any
     nbytes: int
+    made: Any = None
+    """Of a tensor on a GPU: what tells when it is complete."""
 
     @classmethod
     def of(cls, value: Any) -> Strided:
@@ -30,6 +32,8 @@ class Strided(bytearray):
         self = cls(1)
         self.value = value
         self.nbytes = value.nbytes
+        if "torch" in sys.modules:
+            self.made = staging.completion_of(value)
         return self
 
     def copy_to(self, place: memoryview) -> None:
@@ -37,7 +41,7 @@ class Strided(bytearray):
         torch: Any = sys.modules.get("torch")
         if torch is not None and isinstance(self.value, torch.Tensor):
             if self.value.device.type != "cpu":
-                staging.copy_to_host(self.value, place)
+                staging.copy_to_host(self.value, place, self.made)
                 return
             flat = torch.frombuffer(place, dtype=torch.uint8).view(self.value.dtype)
             flat.view(self.value.shape).copy_(self.value)

@@ -17,20 +17,45 @@ _chunks: dict[Any, list[Any]] = {}
 _lock = threading.Lock()
 
 
-def copy_to_host(tensor: Any, place: memoryview) -> None:
-    """Write the bytes of a tensor on a device to ``place``, in C order. Returns when they are there."""
+def completion_of(tensor: Any) -> Any:
+    """Return what tells when this thread's stream has made a tensor on a GPU; None for any other tensor.
+
+    Another thread, which copies it, has a stream of its own and would not wait.
+    """
     torch: Any = sys.modules["torch"]
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+        return None
+    made = torch.cuda.Event()
+    made.record(torch.cuda.current_stream(tensor.device))
+    return made
+
+
+def copy_to_host(tensor: Any, place: memoryview, made: Any = None) -> None:
+    """Write the bytes of a tensor on a device to ``place``, in C order. Returns when they are there.
+
+    Args:
+        tensor: on any device.
+        place: as many bytes.
+        made: from `completion_of`, in the thread that made the tensor.
+    """
+    torch: Any = sys.modules["torch"]
     host = torch.frombuffer(place, dtype=torch.uint8)
     if tensor.device.type != "cuda":
-        host.copy_(flat)
+        host.copy_(_flat(tensor, torch))
         return
     with _lock, torch.cuda.device(tensor.device):
+        if made is not None:
+            torch.cuda.current_stream().wait_event(made)
+        flat = _flat(tensor, torch)
         chunks = _chunks.get(tensor.device)
         if chunks is None:
             chunks = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             _chunks[tensor.device] = chunks
         _through(flat, host, chunks, torch)
+
+
+def _flat(tensor: Any, torch: Any) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _through(flat: Any, host: Any, chunks: list[Any], torch: Any) -> None:

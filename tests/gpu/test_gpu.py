@@ -136,3 +136,19 @@ async def test_an_argument_on_the_controllers_gpu_arrives_on_the_cpu() -> None:
 
 def _ones() -> torch.Tensor:
     return torch.ones(5, device="cuda")
+
+
+async def test_an_argument_that_another_stream_is_still_making_arrives_complete() -> None:
+    """The thread that copies it has a stream of its own."""
+    pool = ResourcePool([1])
+    async with WorkerGroup(pool, ClassWithInitArgs(OnDevice), start_timeout=START) as wg:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles: a tenth of a second
+            value = torch.full((1 << 20,), 7.0, device="cuda")
+            call = wg.run(_sum, value)
+        assert await bounded(call) == [7.0 * (1 << 20)]
+
+
+def _sum(_worker: OnDevice, value: torch.Tensor) -> float:
+    return float(value.sum())
