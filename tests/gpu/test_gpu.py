@@ -140,9 +140,8 @@ def _ones() -> torch.Tensor:
 
 async def test_an_argument_that_another_stream_is_still_making_arrives_complete() -> None:
     """The thread that copies it has a stream of its own."""
-    pool = ResourcePool([1])
-    async with WorkerGroup(pool, ClassWithInitArgs(OnDevice), start_timeout=START) as wg:
-        stream = torch.cuda.Stream()
+    async with group(1) as wg:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles: a tenth of a second
             value = torch.full((1 << 20,), 7.0, device="cuda")
