@@ -69,6 +69,9 @@ class Stream(AsyncIterator[tuple[int, Any]]):
     those ranks inside the loop raises `UsageError`: it would wait for the loop, and the loop for it.
     """
 
+    __slots__ = ("__weakref__", "_call", "_feed", "_is_read", "_label", "_told")
+    # Also so that a message about what can't be sent names the stream, and not what is in it.
+
     def __init__(self, call: Call[None], feed: Feed, label: str) -> None:
         self._call = call
         self._feed = feed
@@ -137,6 +140,12 @@ class Stream(AsyncIterator[tuple[int, Any]]):
         """Say how it is read instead."""
         raise UsageError(
             f"{self._label} is a generator: read it with 'async for rank, item in ...'"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        """Say that it can't be an argument."""
+        raise UsageError(
+            f"{self._label} is a generator: read it here, and send its items with calls of their own"
         )
 
     def __del__(self) -> None:

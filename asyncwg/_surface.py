@@ -100,8 +100,17 @@ class Proxy:
                 they are written to by what moves no version counter: ``.data``, a numpy alias, fused
                 optimizers, collectives), ``sticky`` (where one rank is chosen: a key whose calls all
                 go to the same one).
+
+        Raises:
+            TypeError: there is no such option.
+            UsageError: a value that can't be right, or ``sticky`` where no rank is chosen.
         """
         changed = changed_options(self._options, options, f"{self._method.label}.options()")
+        if changed.sticky is not None and self._method.options.execute is not Execute.ANY:
+            raise UsageError(
+                f"{self._method.label}.options(): sticky is for calls that go to one rank of many: "
+                f"write .any.{self.__name__}.options(sticky=...)"
+            )
         return Proxy(self._core, *self._fixed, changed)
 
     def on_any(self) -> Proxy:

@@ -162,7 +162,9 @@ class UnionProxy:
 
     def options(self, **options: Any) -> UnionProxy:
         """Return this proxy with other options; see the proxies of `WorkerGroup`."""
-        changed_options(CallOptions(), options, f"{self._name}.options()")
+        changed = changed_options(CallOptions(), options, f"{self._name}.options()")
+        if changed.sticky is not None:
+            raise UsageError(f"{self._name}.options(): sticky is for calls to one rank of a group")
         return UnionProxy(self._union, self._name, {**self._options, **options})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Call[Any]:

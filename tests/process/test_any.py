@@ -76,6 +76,13 @@ async def test_a_key_that_can_not_be_one_is_refused(wg: WorkerGroup) -> None:
         wg.any.who.options(sticky=[])
 
 
+async def test_a_key_is_refused_where_no_rank_is_chosen(wg: WorkerGroup) -> None:
+    """It would be ignored, and who forgets ``any`` would never know."""
+    for surface in (wg, wg[0]):
+        with pytest.raises(UsageError, match=r"write \.any\.who\.options\(sticky"):
+            surface.who.options(sticky="x")
+
+
 async def test_a_misspelt_method_is_an_attribute_error(wg: WorkerGroup) -> None:
     with pytest.raises(AttributeError, match="did you mean 'whole'"):
         wg.any.whle(1)

@@ -420,6 +420,12 @@ async def test_a_stream_is_not_awaited(wg: WorkerGroup) -> None:
         await wg.count(1)
 
 
+async def test_a_stream_is_no_argument(wg: WorkerGroup) -> None:
+    with pytest.raises(UsageError, match=r"argument value \(a asyncwg.*Stream\).* send its items"):
+        wg.echo_async(wg.count_async(1))
+    assert await bounded(wg.echo(1)) == [1, 1]
+
+
 async def test_arguments_that_do_not_fit_reach_no_rank(wg: WorkerGroup) -> None:
     with pytest.raises(TypeError, match="count"):
         wg.count(1, 2)

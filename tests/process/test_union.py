@@ -326,6 +326,8 @@ async def test_what_can_be_no_union_is_refused(left: WorkerGroup, right: WorkerG
         both.who(1, 2)
     with pytest.raises(TypeError, match="did you mean 'timeout'"):
         both.who.options(timeot=1)
+    with pytest.raises(UsageError, match="sticky is for calls to one rank"):
+        both.who.options(sticky="x")
 
 
 async def test_methods_that_are_registered_differently_are_no_one_call(left: WorkerGroup) -> None:
