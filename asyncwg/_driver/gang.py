@@ -272,7 +272,7 @@ class Gang:
         elif kind == Kind.EXPIRED:
             self.calls.expired(rank, call_id)
         elif kind == Kind.PONG:
-            self.watch.pong(call_id)
+            self.watch.pong(call_id, bytes(body))
         else:
             raise InternalError(f"rank {rank} sent a frame of kind {kind}")
 

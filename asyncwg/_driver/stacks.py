@@ -1,8 +1,8 @@
 """Python stacks of all ranks, equal ones folded: where everybody is, also while they are stuck.
 
-A rank writes its stacks when it gets a signal: faulthandler's handler does it in C, without the GIL,
-so it works while a method runs, waits in a collective, or holds the GIL in C code. The text comes
-through a pipe of its own.
+A rank's control lane tells them while a method runs or waits in a collective. One that does not answer holds
+the GIL in C code, or has stopped: it gets a signal, whose handler is faulthandler's. That writes them in C,
+without the GIL, to a pipe of their own.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Watch:
         self._tell: Callable[[HangReport], None] = lambda _report: None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._pings: dict[int, asyncio.Future[bytes]] = {}
 
     def start(self, hang_after: float, tell: Callable[[HangReport], None]) -> None:
         """Report calls that run longer than ``hang_after`` seconds, each once, to ``tell``."""
@@ -70,13 +70,27 @@ class Watch:
     async def stacks(self, ranks: Sequence[int] | None = None, timeout: float = 2.0) -> Stacks:
         """Ask ranks for their Python stacks; those that don't answer in time are told as such."""
         asked = range(len(self._ranks)) if ranks is None else ranks
-        alive = [rank for rank in asked if self._processes.alive(rank)]
-        pipes = [self._ranks[rank].stacks for rank in alive]
-        asks = [functools.partial(self._processes.signal, rank, STACKS_SIGNAL) for rank in alive]
-        expected = [pipe.expect(ask) for pipe, ask in zip(pipes, asks, strict=True)]
-        taking = [pipe.take(each, timeout) for pipe, each in zip(pipes, expected, strict=True)]
-        texts = dict(zip(alive, await asyncio.gather(*taking), strict=True))
-        return Stacks(tuple(parse(rank, texts.get(rank, "")) for rank in asked))
+        texts = await asyncio.gather(*(self._text_of(rank, timeout) for rank in asked))
+        return Stacks(tuple(parse(*each) for each in zip(asked, texts, strict=True)))
+
+    async def _text_of(self, index: int, timeout: float) -> str:
+        """Return a rank's stack, "" where it does not answer.
+
+        Its control lane is asked first, whose thread reads the frames while it holds the GIL. A signal's
+        handler can't hold it: what it reads may be changing, and that has ended processes with busy threads
+        within some thousand looks. So the signal is for a rank that does not answer: it is stuck with the
+        GIL, and then nothing changes.
+        """
+        rank = self._ranks[index]
+        if not self._processes.alive(index):
+            return ""
+        text = await self._asked(rank, timeout / 2, with_stack=True)
+        if text is not None:
+            return text.decode("utf-8", "replace")
+        if not self._processes.alive(index):
+            return ""
+        ask = functools.partial(self._processes.signal, index, STACKS_SIGNAL)
+        return await rank.stacks.take(rank.stacks.expect(ask), timeout / 2)
 
     def explain(self, pending: Pending, error: Exception, told: Callable[[], None]) -> None:
         """Add to ``error`` where the ranks are that have not answered, then call ``told``."""
@@ -102,11 +116,11 @@ class Watch:
         pings = (self._ping(rank, timeout) for rank in self._ranks)
         return list(await asyncio.gather(*pings))
 
-    def pong(self, number: int) -> None:
-        """Take a rank's answer."""
+    def pong(self, number: int, text: bytes) -> None:
+        """Take a rank's answer, with its stack if that was asked for."""
         answer = self._pings.get(number)
         if answer is not None and not answer.done():
-            answer.set_result(None)
+            answer.set_result(text)
 
     def _look(self, seen: list[int]) -> None:
         """Look for calls that were there `_LOOKS` looks ago. No call pays for a timer of its own."""
@@ -127,19 +141,23 @@ class Watch:
             )
 
     async def _ping(self, rank: Rank, timeout: float) -> float | None:
-        number = self._calls.next_id()
-        answer: asyncio.Future[None] = self._loop.create_future()
-        self._pings[number] = answer
         start = time.perf_counter()  # a loop's own time may have a resolution of 1 ms
-        rank.control.send(pack(Kind.PING, number))
+        if await self._asked(rank, timeout) is None:
+            return None
+        return time.perf_counter() - start
+
+    async def _asked(self, rank: Rank, timeout: float, *, with_stack: bool = False) -> bytes | None:
+        number = self._calls.next_id()
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._pings[number] = answer
+        rank.control.send(pack(Kind.PING, number, aux=int(with_stack)))
         try:
             async with asyncio.timeout(timeout):
-                await answer
+                return await answer
         except TimeoutError:
             return None
         finally:
             del self._pings[number]
-        return time.perf_counter() - start
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)

@@ -64,6 +64,7 @@ class Kind(enum.IntEnum):
     MESHES = 10
     """Worker: the meshes it has registered, ahead of the answer that follows."""
     PING = 11
+    """Driver, on the control lane: PONG, please; with ``aux`` 1 and the main thread's Python stack in it."""
     PONG = 12
     HOLD = 13
     """Driver, on the control lane: don't start this call. Worker: HELD or STARTED."""

@@ -17,6 +17,7 @@ import queue
 import select
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Final
@@ -450,7 +451,7 @@ class ControlLane:
             self._blocks.own(memoryview(bytes(body)).cast("Q").tolist())
             self._tell_released()
         elif kind == Kind.PING:
-            self._channel.send(pack(Kind.PONG, call_id))
+            self._channel.send(pack(Kind.PONG, call_id, _main_stack() if aux else b""))
         elif kind == Kind.STOP:
             self._compute.stopping = True
             self._compute.gate.cancel_all()  # or a generator would wait for a reader that has gone
@@ -459,6 +460,18 @@ class ControlLane:
 
     def _gate(self, aux: int) -> Gate:
         return self._async.gate if aux and self._async is not None else self._compute.gate
+
+
+def _main_stack() -> bytes:
+    """Return the main thread's stack, as faulthandler writes it."""
+    # This thread has the GIL, so no frame changes while it is read.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # public by its docs
+    lines = ["Main thread (most recent call first):"]
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines).encode("utf-8", "replace")
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
