@@ -17,6 +17,7 @@ from asyncwg import (
     WorkerGroup,
     WorkerGroupError,
 )
+from asyncwg import _linux as linux
 from asyncwg._driver.stacks import HangReport, Stacks
 from tests.leaks import bounded
 from tests.process.workers_life import Fifo, group
@@ -134,9 +135,16 @@ def _keep_threads_busy(_worker: Recorder) -> None:
     work()
 
 
+async def _stopped(pid: int) -> None:
+    """Stop a process, and wait until it has stopped: it may answer something before."""
+    os.kill(pid, signal.SIGSTOP)
+    while linux.processes()[pid].state != "T":
+        await asyncio.sleep(0)
+
+
 async def test_a_stopped_rank_is_told_as_silent() -> None:
     async with group(Recorder) as wg:
-        os.kill(wg.pids[1], signal.SIGSTOP)
+        await bounded(_stopped(wg.pids[1]))
         seen = await bounded(wg.stacks(timeout=1.5))  # the other one has as long on a busy machine
         assert seen.summary == "rank 1 no answer; rank 0 idle"
         os.kill(wg.pids[1], signal.SIGCONT)
@@ -267,7 +275,7 @@ async def test_an_error_is_told_though_the_silent_rank_is_stopped(
     started = fifo()
     started.put(2)
     async with group(Recorder, error_grace=0.05) as wg:
-        os.kill(wg.pids[0], signal.SIGSTOP)
+        await bounded(_stopped(wg.pids[0]))
         with pytest.raises(WorkerGroupError) as caught:
             await bounded(wg.fail_or_hold(started, started))
         assert "rank 0 no answer" in "\n".join(caught.value.__notes__)
