@@ -138,7 +138,7 @@ def _keep_threads_busy(_worker: Recorder) -> None:
 async def _stopped(pid: int) -> None:
     """Stop a process, and wait until it has stopped: it may answer something before."""
     os.kill(pid, signal.SIGSTOP)
-    while linux.processes()[pid].state != "T":
+    while linux.processes()[pid].state != "T":  # noqa: ASYNC110 - the kernel tells nobody
         await asyncio.sleep(0)
 
 
