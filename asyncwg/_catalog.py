@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from asyncwg._job import CallOptions, Job, Target, nearest
+from asyncwg._modes import Mode, resolve_mode
 from asyncwg._wire.frames import NO_METHOD, UNNUMBERED, Kind
 from asyncwg.decorator import (
     ROLES,
@@ -14,10 +15,8 @@ from asyncwg.decorator import (
     Dispatch,
     Method,
     MethodOptions,
-    Mode,
     kind_of,
     methods_of,
-    resolve_mode,
     unregistered_hint,
 )
 from asyncwg.errors import UsageError

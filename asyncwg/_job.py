@@ -10,10 +10,11 @@ from typing import Any, Final, NamedTuple
 
 from asyncwg import dispatch
 from asyncwg._driver.rank import ASYNC, COMPUTE
+from asyncwg._modes import Mode
 from asyncwg._wire.frames import UNNUMBERED, Kind
 from asyncwg._worker import context
 from asyncwg.call import Call, Collect
-from asyncwg.decorator import Dispatch, Execute, Method, Mode, Uneven
+from asyncwg.decorator import Dispatch, Execute, Method, Uneven
 from asyncwg.errors import CallTimeoutError, UsageError
 
 _CALL: Final = int(Kind.CALL)

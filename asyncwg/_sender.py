@@ -26,6 +26,7 @@ from asyncwg._driver.gang import Gang
 from asyncwg._driver.pending import Outcome, Pending
 from asyncwg._driver.rank import ASYNC, COMPUTE
 from asyncwg._job import Job, Quick, Target, expire_later, inherited
+from asyncwg._modes import CustomMode, Mode
 from asyncwg._stream import caller
 from asyncwg._waiting import Place, Waiting
 from asyncwg._wire import codec, failures
@@ -35,7 +36,7 @@ from asyncwg._wire.shipment import shipment
 from asyncwg._wire.sources import inline
 from asyncwg._worker import context
 from asyncwg.call import Call
-from asyncwg.decorator import CustomMode, Dispatch, Execute, Method, Mode
+from asyncwg.decorator import Dispatch, Execute, Method
 from asyncwg.errors import GroupClosedError, ResourceError, UsageError
 
 _CALL: Final = int(Kind.CALL)

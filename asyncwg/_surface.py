@@ -11,9 +11,10 @@ from asyncwg._catalog import Catalog
 from asyncwg._core import Core
 from asyncwg._job import CallOptions, Job, Quick, Target, nearest, quick_of
 from asyncwg._map import Mapping, Results
+from asyncwg._modes import CustomMode, Mode
 from asyncwg._registered import OnGroup, OnRank
 from asyncwg.call import Call
-from asyncwg.decorator import CustomMode, Execute, Method, Mode
+from asyncwg.decorator import Execute, Method
 from asyncwg.errors import UsageError
 
 Q = ParamSpec("Q")

@@ -12,9 +12,10 @@ from asyncwg import _joint
 from asyncwg._catalog import Catalog
 from asyncwg._core import Core
 from asyncwg._job import CallOptions, Job, Target
+from asyncwg._modes import CustomMode, MeshMode
 from asyncwg._surface import Surface, View, changed_options, inside
 from asyncwg.call import Call
-from asyncwg.decorator import CustomMode, Dispatch, Execute, MeshMode
+from asyncwg.decorator import Dispatch, Execute
 from asyncwg.errors import UsageError
 
 __all__ = ["Union"]

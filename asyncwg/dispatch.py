@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from asyncwg import shards
+from asyncwg._modes import CustomMode, MeshMode, Mode
 from asyncwg.decorator import (
-    CustomMode,
     Dispatch,
-    MeshMode,
     Method,
-    Mode,
     PerRank,
     Replicate,
     Shard,

@@ -29,12 +29,12 @@ from asyncwg._driver.guardian import interpreter_flags
 from asyncwg._driver.launch import Spec
 from asyncwg._driver.stacks import HangReport
 from asyncwg._job import CallOptions
+from asyncwg._modes import Mode
 from asyncwg._restart import RestartPolicy
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import Kind, pack
 from asyncwg._wire.sources import inline
-from asyncwg.decorator import Mode
 from asyncwg.errors import InternalError, UsageError, WorkerStartError
 from asyncwg.resource_pool import ResourcePool
 

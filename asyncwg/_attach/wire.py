@@ -17,10 +17,11 @@ from typing import Any, Final, NamedTuple
 
 from asyncwg._catalog import Catalog, roles_of
 from asyncwg._driver.launch import Spec
+from asyncwg._modes import Mode
 from asyncwg._wire import codec, failures
 from asyncwg._wire.frames import HEADER, HEADER_SIZE, Buffer, FrameError, size_of
 from asyncwg._wire.sources import inline
-from asyncwg.decorator import ROLES, Address, Mode
+from asyncwg.decorator import ROLES, Address
 from asyncwg.errors import WorkerGroupError, WorkerStartError
 
 VERSION: Final = b"\x01"

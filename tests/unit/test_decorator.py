@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 
+from asyncwg._modes import CustomMode, as_mode, resolve_mode
 from asyncwg.decorator import (
     REGISTERED,
-    CustomMode,
     Dispatch,
     Execute,
     MethodOptions,
     PerRank,
     Replicate,
     Shard,
-    as_mode,
     make_nd_compute_dataproto_dispatch_fn,
     methods_of,
     register,
     register_dispatch_mode,
-    resolve_mode,
     unregistered_hint,
     update_dispatch_mode,
 )

@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from asyncwg import shards
-from asyncwg.decorator import (
-    CustomMode,
-    Dispatch,
-    MeshMode,
-    Method,
-    MethodOptions,
-    Mode,
-    PerRank,
-    Replicate,
-    Shard,
-    Uneven,
-)
+from asyncwg._modes import CustomMode, MeshMode, Mode
+from asyncwg.decorator import Dispatch, Method, MethodOptions, PerRank, Replicate, Shard, Uneven
 from asyncwg.dispatch import Layout, Plan, plan
 from asyncwg.errors import DispatchError
 from asyncwg.shards import Handler

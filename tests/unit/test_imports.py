@@ -21,6 +21,7 @@ LAYERS: Final[Sequence[Sequence[str]]] = (
     ("_loop_thread",),
     ("mesh", "rows", "shards", "_devices", "_markers"),
     ("_predefined",),
+    ("_modes",),
     ("_data", "decorator", "resource_pool", "distributed", "_worker.context"),
     ("protocol", "dispatch", "worker"),
     ("_wire",),

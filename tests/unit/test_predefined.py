@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from asyncwg._modes import CustomMode, Mode, as_mode
 from asyncwg.decorator import (
-    CustomMode,
     Dispatch,
     Method,
     MethodOptions,
-    Mode,
     PerRank,
     Shard,
     Uneven,
-    as_mode,
     collect_all_to_all,
     collect_dp_compute_data_proto,
     dispatch_dp_compute,
