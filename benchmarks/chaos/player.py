@@ -337,8 +337,14 @@ class Player:
             self._follow(slot, sent, lambda: group[rank].leave(token, [rank]), None, op)
         else:
             slot.life.garbled = True
-            with FaultPlan().corrupt(rank).on(group):
-                self._follow(slot, sent, lambda: group[rank].nap(token, 0.0), rank, op)
+            # Until it has ended: it may be sent later, behind a call that waits for another's value.
+            plan = contextlib.ExitStack()
+            plan.enter_context(FaultPlan().corrupt(rank).on(group))
+            call = self._follow(slot, sent, lambda: group[rank].nap(token, 0.0), rank, op)
+            if call is None:
+                plan.close()
+            else:
+                call.add_done_callback(lambda _call: plan.close())
 
     # -- calls ------------------------------------------------------------------------------------
 
