@@ -8,6 +8,7 @@ nothing but the runtime is measured. With perfect overlap a step takes as long a
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import subprocess
 import sys
@@ -26,6 +27,8 @@ CASES = ((0.05, 16), (0.005, 1))
 """Seconds of a step, and megabytes of a batch."""
 SIZES = (2, 4, 8)
 """Workers in both groups."""
+AHEAD = 2
+"""Batches that are asked for beyond the one that is trained on."""
 WARM, SECONDS = 0.3, 3.0
 """Seconds that are not measured, and that are."""
 
@@ -59,7 +62,7 @@ def _steps() -> Iterator[int]:
     """Count steps until the time is over."""
     end = time.perf_counter() + WARM + SECONDS
     step = 0
-    while time.perf_counter() < end:
+    while step < 10 or time.perf_counter() < end:
         yield step
         step += 1
 
@@ -100,17 +103,20 @@ async def _ours(workers: int, seconds: float, columns: int, *, overlap: bool) ->
                 await trainer.train(batch, seconds)
                 rate.step()
             return rate.per_second
-        coming = rollout.generate(prompts, seconds, columns)
+        # One batch is made while another is trained on, and the call for the next one waits in its lane.
+        coming = collections.deque(
+            rollout.generate(prompts, seconds, columns) for _ in range(AHEAD)
+        )
         training = None
         for _ in _steps():
-            batch, coming = coming, rollout.generate(prompts, seconds, columns)
             # The trainer waits for the batch itself: nobody here wakes up in between.
-            started = trainer.train(batch, seconds)
+            started = trainer.train(coming.popleft(), seconds)
+            coming.append(rollout.generate(prompts, seconds, columns))
             if training is not None:
                 await training
                 rate.step()
             training = started
-        await asyncio.gather(training, coming, return_exceptions=True)
+        await asyncio.gather(training, *coming, return_exceptions=True)
     return rate.per_second
 
 
@@ -134,13 +140,18 @@ def _rays(workers: int, seconds: float, columns: int) -> float:
     rollout: list[Any] = [Actor.remote() for _ in range(side)]
     trainer: list[Any] = [Actor.remote() for _ in range(side)]
     rate = _Rate()
-    coming = [actor.generate.remote(seconds, columns) for actor in rollout]
+
+    def generate() -> list[Any]:
+        return [actor.generate.remote(seconds, columns) for actor in rollout]
+
+    coming = collections.deque(generate() for _ in range(AHEAD))
     training: list[Any] = []
     for _ in _steps():
-        batch, coming = coming, [actor.generate.remote(seconds, columns) for actor in rollout]
         started = [
-            actor.train.remote(part, seconds) for actor, part in zip(trainer, batch, strict=True)
+            actor.train.remote(part, seconds)
+            for actor, part in zip(trainer, coming.popleft(), strict=True)
         ]
+        coming.append(generate())
         if training:
             ray.get(training)
             rate.step()
