@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from asyncwg import (
     WorkerGroupError,
 )
 from asyncwg._driver.arena import arena
+from asyncwg._wire.shipment import ARENA_FROM
 from tests.hostile import UnpicklableError
 from tests.leaks import bounded
 from tests.process.workers_life import Fifo
@@ -84,7 +86,7 @@ async def test_results_go_when_they_are_dropped_and_not_when_garbage_is_collecte
     try:
         call = both.doubled(torch.arange(3 * LARGE))
         await bounded(call)
-        assert arena().in_use() > 0
+        assert arena().in_use() > 0 or math.isinf(ARENA_FROM)
         del call
         await bounded(asyncio.gather(left.who(), right.who()))
         assert arena().in_use() == 0
