@@ -45,17 +45,7 @@ class RemoteTransfers(Transfers):
         if not wanted:
             self.lent.release(offset, CONTROLLER)
             return stream, []
-        part = (
-            min(place for _, _, place in placed.buffers),
-            max(place + length for length, _, place in placed.buffers),
-        )
-        try:
-            block = self.lent.mapping.receive(offset, size, part=part)
-        except BaseException:
-            self.lent.release(offset, CONTROLLER)
-            raise
-        buffers = [block[place : place + length] for length, _, place in placed.buffers]
-        return (stream, buffers) if stream else (buffers.pop(), buffers)
+        return self._views(stream, placed)
 
     async def readers_gone(self, blocks: Sequence[Block]) -> None:
         """Nothing is sent by reference that could be written here: what is shared is another arena's."""

@@ -127,13 +127,18 @@ class Transfers:
     ) -> tuple[memoryview, list[memoryview]]:
         """Take a result out of the arena: its stream and its buffers, which are the controller's own."""
         stream, placed = unpack_placed(body, n_buffers)
-        ((offset, size),) = placed.blocks
+        ((offset, _size),) = placed.blocks
         self._look_later()
         if not wanted:
             self._arena.release(offset, (self._session, rank))
             return stream, []
         # Held before it is received: from then on another thread may let it go.
         self._arena.move(offset, (self._session, rank), CONTROLLER)
+        return self._views(stream, placed)
+
+    def _views(self, stream: memoryview, placed: Placed) -> tuple[memoryview, list[memoryview]]:
+        """Return the stream and the buffers of a result whose block is this process's to let go."""
+        ((offset, size),) = placed.blocks
         # The parts of a joined result stand in one block, and are views of one array.
         part = (
             min(place for _, _, place in placed.buffers),
@@ -141,7 +146,7 @@ class Transfers:
         )
         try:
             block = self._arena.mapping.receive(offset, size, part=part)
-        except BaseException:
+        except BaseException:  # it is held, and nobody would let it go
             self._arena.release(offset, CONTROLLER)
             raise
         buffers = [block[place : place + length] for length, _, place in placed.buffers]
