@@ -71,22 +71,29 @@ class Fifo:
         return fifo
 
     def close(self) -> None:
-        """End it: whoever waits for a permit goes on."""
+        """End it: whoever waits for a permit goes on, and so does whoever would begin to wait.
+
+        The name goes first. A rank that opened it only now, before it takes the permit that it was
+        given, would wait for ever for somebody at the other end.
+        """
         if self._kept is not None:
+            os.unlink(self.path)
             os.close(self._kept)
             self._kept = None
 
     def put(self, permits: int = 1) -> None:
         """Let ``permits`` takers go on."""
-        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        os.write(fd, b"." * permits)
-        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            os.write(fd, b"." * permits)
+            os.close(fd)
 
     def take(self) -> None:
         """Wait for a permit, blocking the thread."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        os.read(fd, 1)
-        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            os.read(fd, 1)
+            os.close(fd)
 
     async def taken(self, permits: int = 1) -> None:
         """Wait for ``permits``, on the running loop."""
