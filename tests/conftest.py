@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from tests.leaks import no_leaks, pending_tasks
+from tests.leaks import SETTLE, no_leaks, pending_tasks
 
 LOOPS: Final[Mapping[str, Callable[[], asyncio.AbstractEventLoop]]] = {
     "asyncio": asyncio.SelectorEventLoop,
@@ -64,6 +64,6 @@ def leaves_no_task(request: pytest.FixtureRequest, leaves_nothing: None) -> Iter
         return
     runner: asyncio.Runner = request.getfixturevalue("_function_scoped_runner")
     yield
-    left = runner.run(pending_tasks())
+    left = runner.run(pending_tasks(SETTLE))
     if left:
         pytest.fail("left behind:\n" + "\n".join(f"  {line}" for line in left))

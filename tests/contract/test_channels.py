@@ -64,7 +64,7 @@ class End:
                 self._changed.clear()
                 await self._changed.wait()
 
-        await bounded(wait(), 20)
+        await bounded(wait())
 
     async def receives(self, count: int) -> list[int]:
         """Wait for ``count`` frames and return the numbers of all."""
@@ -339,7 +339,7 @@ async def test_a_blocking_end_and_a_controller_do_not_block_each_other(worker: W
 
     for number in range(4):
         worker.near.send(number, b"n" * LARGE)
-    await bounded(in_thread(echo), 20)
+    await bounded(in_thread(echo))
     assert await worker.near.receives(4) == [0, 1, 2, 3]
 
 

@@ -11,7 +11,22 @@ from typing import Any
 
 import pytest
 
+from asyncwg._driver import process, watch
 from tests.process.workers_life import Fifo
+from tests.times import PATIENCE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_hurry() -> Iterator[None]:
+    """Let come what a caller is not kept waiting for: stacks for an error, a guardian's word on an end.
+
+    They have fractions of a second, and may be left out. On a machine that is busy with others tests
+    of what they say would be tests of that.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_CODE_WAIT", PATIENCE)
+        patch.setattr(watch, "_STACKS_WAIT", PATIENCE)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -365,7 +365,7 @@ def equal(value: Any, other: Any) -> bool:
 async def test_large_tensors_of_all_kinds_come_back(wg: WorkerGroup, method: str) -> None:
     for name, make in TENSORS.items():
         value = make()
-        for back in await bounded(getattr(wg, method)(value), 20):
+        for back in await bounded(getattr(wg, method)(value)):
             assert equal(value, back), name
             assert back.is_contiguous(), name
 
@@ -383,7 +383,7 @@ async def test_large_arrays_of_all_kinds_come_back(wg: WorkerGroup, method: str)
     ]
     for value in values:
         value.flags.writeable = False
-        for back in await bounded(getattr(wg, method)(value), 20):
+        for back in await bounded(getattr(wg, method)(value)):
             assert equal(value, back)
             assert back.flags.writeable
 
@@ -394,7 +394,7 @@ async def test_large_values_without_a_buffer_come_back(wg: WorkerGroup, method: 
     values = [b"x" * LARGE, "é" * LARGE, list(range(200_000)), bytearray(LARGE), {"k": "v" * LARGE}]
     for value in values:
         with Count() as count:
-            for back in await bounded(getattr(wg, method)(value), 20):
+            for back in await bounded(getattr(wg, method)(value)):
                 assert equal(value, back)
         assert count.blocks == 3
 
@@ -410,7 +410,7 @@ async def test_tensors_inside_containers_take_the_same_path(wg: WorkerGroup) -> 
     ]
     for value in values:
         with Count() as count:
-            results = await bounded(wg.echo(value), 20)
+            results = await bounded(wg.echo(value))
         assert count.blocks == 3
         for back in results:
             assert type(back) is type(value)
@@ -455,7 +455,7 @@ async def test_uneven_shards_are_joined_in_order() -> None:
 
 async def test_a_burst_of_calls_keeps_its_order_and_its_values(wg: WorkerGroup) -> None:
     calls = [wg.keep(numbers(i, (i % 3) * LARGE + 8)) for i in range(30)]
-    await bounded(asyncio.gather(*calls), 30)
+    await bounded(asyncio.gather(*calls))
     assert await bounded(wg.kept_firsts()) == [list(range(30))] * 2
 
 
@@ -470,7 +470,7 @@ async def test_large_and_small_and_failing_calls_between_each_other_leave_nothin
             wg.echo_async(numbers(i)),
             wg.size_of("x"),
         ]
-    ends: list[Any] = await bounded(asyncio.gather(*calls, return_exceptions=True), 30)
+    ends: list[Any] = await bounded(asyncio.gather(*calls, return_exceptions=True))
     assert [type(end) for end in ends] == [list, WorkerGroupError, list, list] * 10
     assert all(same(back, i // 2) for i, end in enumerate(ends[::2]) for back in end)
     del calls, ends

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +23,7 @@ import torch
 from asyncwg import WorkerDiedError, WorkerGroup
 from asyncwg import _linux as linux
 from asyncwg._driver.arena import Arena, arena
-from tests.leaks import bounded
+from tests.leaks import PATIENCE, bounded
 from tests.process.workers_arena import LARGE, Large, numbers, same
 from tests.process.workers_life import Fifo, alive
 from tests.process.workers_values import group
@@ -55,7 +56,7 @@ def program(text: str, *arguments: str, **options: Any) -> subprocess.Popen[str]
 def ends_well(process: subprocess.Popen[str]) -> str:
     """Return what a program printed, if it ended well and said nothing on stderr."""
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=150)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -85,7 +86,7 @@ class Child:
         loop = asyncio.get_running_loop()
         loop.add_reader(descriptor, ended.set)
         try:
-            await bounded(ended.wait(), 20)
+            await bounded(ended.wait())
         finally:
             loop.remove_reader(descriptor)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -188,10 +189,10 @@ async def test_a_child_that_a_worker_forks_keeps_seeing_what_it_was_forked_with(
     """A data loader over a received tensor."""
     async with group(Large, 1) as one:
         value = numbers(7)
-        await bounded(getattr(one, how)(value, 7), 30)
+        await bounded(getattr(one, how)(value, 7))
         for i in range(5):
             await bounded(one.overwrite(numbers(100 + i), -1))
-        assert await bounded(one.child_saw_it(), 30) == [True]
+        assert await bounded(one.child_saw_it()) == [True]
 
 
 async def test_a_child_that_the_controller_forks_keeps_seeing_its_results(wg: WorkerGroup) -> None:
@@ -279,18 +280,21 @@ def test_a_controller_that_is_killed_in_the_middle_of_a_copy_leaves_nothing() ->
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
     _wait_for_the_end(pids)
     assert alive(pids) == []
     assert set(os.listdir("/dev/shm")) <= before
 
 
 def _wait_for_the_end(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            descriptor = os.pidfd_open(pid)
-            select.select([descriptor], [], [], 10)
-            os.close(descriptor)
+    """Wait until none is left, taken by its parent too."""
+    end = time.monotonic() + PATIENCE
+    while alive(pids) and time.monotonic() < end:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(pid)
+                select.select([descriptor], [], [], PATIENCE)
+                os.close(descriptor)
 
 
 HELD: Final = controller_of_two(
@@ -335,7 +339,7 @@ def test_one_megabyte_of_dev_shm_is_enough() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert (done.stdout, done.stderr) == ("right\n", "")
@@ -381,7 +385,7 @@ def test_values_arrive_the_same_whether_all_of_them_or_none_go_through_the_arena
         env={**os.environ, "ASYNCWG_ARENA_FROM": threshold},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=170,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -20,7 +20,7 @@ from asyncwg import _linux as linux
 from asyncwg._driver import transfers
 from asyncwg._driver.arena import CONTROLLER, Arena, arena
 from asyncwg._wire import sources
-from tests.leaks import bounded, in_thread
+from tests.leaks import PATIENCE, bounded, in_thread
 from tests.process.workers_arena import LARGE, MB, Large, numbers, same
 from tests.process.workers_life import Fifo
 from tests.process.workers_values import group
@@ -68,7 +68,7 @@ class Gate:
 
     def copy(self, source: sources.Source, place: memoryview) -> None:
         self._loop.call_soon_threadsafe(self.reached.set)
-        self._open.wait(20)
+        self._open.wait(PATIENCE)
         copy(source, place)
 
     def open(self) -> None:
@@ -89,7 +89,7 @@ async def gate(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
 async def copiers_idle() -> None:
     """Wait until the threads that copy have done what they had to."""
     loop = asyncio.get_running_loop()
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=PATIENCE)
     for _ in range(2):
         await asyncio.gather(
             *(loop.run_in_executor(transfers._copiers, both.wait) for _ in range(2))
@@ -110,7 +110,7 @@ async def test_50_calls_at_once_come_back_where_there_is_room_for_one_and_all_re
     tight: WorkerGroup,
 ) -> None:
     calls = [tight.echo(numbers(i, 5 * MB)) for i in range(50)]
-    backs = await bounded(asyncio.gather(*calls), 30)
+    backs = await bounded(asyncio.gather(*calls))
     assert [same(back, i) for i, [back] in enumerate(backs)] == [True] * 50
 
 
@@ -121,7 +121,7 @@ async def test_50_calls_at_once_come_back_where_there_is_room_for_one_and_no_res
         [back] = await tight.echo(numbers(i, 5 * MB))
         return same(back, i)
 
-    assert all(await bounded(asyncio.gather(*map(echo, range(50))), 30))
+    assert all(await bounded(asyncio.gather(*map(echo, range(50)))))
     assert await empty(tight)
 
 
@@ -225,6 +225,8 @@ async def test_a_call_that_gets_no_room_in_time_says_who_holds_it() -> None:
             with pytest.raises(ResourceError, match=r"rank 0 holds 5\.0 MB.*arena_limit"):
                 await bounded(one.check(numbers(1, 5 * MB), 1))
             small = one.size_of("abc")
+            # From now on it is no matter of time.
+            one._core.gang.transfers._timeout = PATIENCE  # type: ignore[union-attr]
         finally:
             os.kill(one.pids[0], signal.SIGCONT)
         assert await bounded(small) == [[3]]
@@ -253,10 +255,10 @@ async def test_two_groups_on_two_loops_in_two_threads_share_the_arena() -> None:
         async with group(Large, 2, arena_limit=24 * MB) as mine:
             for i in range(15):
                 first = 1000 * seed + i
-                backs = await bounded(mine.echo(numbers(first)), 20)
+                backs = await bounded(mine.echo(numbers(first)))
                 if not all(same(back, first) for back in backs):
                     return False
-                joined = await bounded(mine.rows(numbers(first, 2 * LARGE)), 20)
+                joined = await bounded(mine.rows(numbers(first, 2 * LARGE)))
                 if not same(joined, first):
                     return False
         return True
@@ -308,7 +310,7 @@ async def _until(condition: Callable[[], bool]) -> None:
     arena().listen(tell)
     try:
         while not condition():
-            await asyncio.wait_for(changed.wait(), 10)
+            await asyncio.wait_for(changed.wait(), PATIENCE)
             changed.clear()
     finally:
         arena().unlisten(tell)

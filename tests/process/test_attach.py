@@ -19,7 +19,7 @@ from asyncwg import (
     WorkerGroup,
     WorkerGroupError,
 )
-from tests.leaks import bounded, in_thread
+from tests.leaks import PATIENCE, bounded, in_thread
 from tests.process.workers_attach import Plain, Program, Traveller, command, detached, own
 from tests.process.workers_life import Fifo
 
@@ -99,8 +99,8 @@ async def test_a_handle_shows_what_the_group_is(wg: WorkerGroup) -> None:
     assert wg.master_port
     assert "echo" in dir(wg)
     assert wg.add.__doc__ == Plain.add.__doc__
-    assert "idle" in str(await bounded(wg.stacks()))
-    assert [seconds is not None for seconds in await bounded(wg.check_health())] == [True, True]
+    assert "idle" in str(await bounded(wg.stacks(PATIENCE)))
+    assert None not in await bounded(wg.check_health(timeout=PATIENCE))
 
 
 async def test_bad_arguments_fail_before_a_rank_has_a_byte(wg: WorkerGroup) -> None:
@@ -136,16 +136,18 @@ async def test_the_first_failure_wins_when_others_do_not_answer(
     wg = await detached("grace", error_grace=0.2, on_error="wait")
     try:
         blocked = wg[0].wait_for(None, permit)
-        with pytest.raises(WorkerGroupError) as caught:
-            await bounded(wg.fail((1,)))
-        notes = "\n".join(caught.value.__notes__)
-        assert "rank 0 had not answered 0.2 s after" in notes
-        assert "wait_for" in notes or "take" in notes
+        notes = ""
+        # A host that is busy with others leaves the stacks out.
+        while "in wait_for" not in notes:
+            with pytest.raises(WorkerGroupError) as caught:
+                await bounded(wg.fail((1,)))
+            notes = "\n".join(caught.value.__notes__)
+            assert "rank 0 had not answered 0.2 s after" in notes
         permit.put()
         assert await bounded(blocked) == "waited"
         assert await bounded(wg.echo(1)) == [1, 1]
     finally:
-        await bounded(wg.shutdown(), 20)
+        await bounded(wg.shutdown())
 
 
 async def test_results_come_one_by_one_and_unjoined(wg: WorkerGroup) -> None:
@@ -169,7 +171,7 @@ async def test_a_deadline_fails_the_call_and_spares_the_group(
 ) -> None:
     started, permit = fifo(), fifo()
     call = wg.wait_for.options(timeout=0.2)(started, permit)
-    await started.taken(2)
+    started.take_here(2)
     with pytest.raises(CallTimeoutError):
         await bounded(call)
     permit.put(2)
@@ -184,12 +186,12 @@ async def test_a_cancelled_call_is_dropped_by_all_ranks_or_run_by_all(
 ) -> None:
     started, permit = fifo(), fifo()
     running = wg.wait_for(started, permit)
-    await started.taken(2)
+    await bounded(started.taken(2))
     waiting = wg.note("never")
     last = wg.note("kept")
     assert waiting.cancel()
     assert running.cancel()
-    await bounded(wg.check_health())  # by then the ranks have been asked
+    await bounded(wg.check_health(timeout=PATIENCE))  # by then the ranks have been asked
     permit.put(2)
     await bounded(last)
     seen = await bounded(wg.noted())
@@ -201,7 +203,7 @@ async def test_a_cancelled_call_is_dropped_by_all_ranks_or_run_by_all(
 async def test_a_cancelled_async_method_sees_it(wg: WorkerGroup, fifo: Callable[[], Fifo]) -> None:
     started = fifo()
     call = wg.wait_async(started)
-    await started.taken(2)
+    await bounded(started.taken(2))
     call.cancel()
 
     async def heard() -> None:
@@ -282,7 +284,7 @@ async def test_calls_in_flight_are_given_up_with_the_handle(
     started = fifo()
     wg = await bounded(WorkerGroup.attach(hosted))
     call = wg.wait_for(started, permit)
-    await started.taken(2)
+    await bounded(started.taken(2))
     await wg.detach()
     with pytest.raises(GroupClosedError, match="let go"):
         await bounded(call)

@@ -29,7 +29,7 @@ from asyncwg import (
     register,
 )
 from asyncwg._attach.registry import Folder, peer_of
-from tests.leaks import bounded
+from tests.leaks import PATIENCE, bounded
 from tests.process.workers_attach import Program, command, detached, own
 from tests.process.workers_life import Fifo, alive
 
@@ -52,10 +52,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest_asyncio.fixture
 async def wg() -> AsyncIterator[WorkerGroup]:
-    started = await bounded(detached("actor"), 30)
+    started = await bounded(detached("actor"))
     yield started
     with contextlib.suppress(GroupClosedError, GroupBrokenError):
-        await bounded(started.shutdown(), 20)
+        await bounded(started.shutdown())
 
 
 def host_of(name: str) -> int:
@@ -74,7 +74,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def gone(pids: list[int], seconds: float = 10.0) -> None:
+async def gone(pids: list[int]) -> None:
     """Wait until no process of ``pids`` is there."""
     loop = asyncio.get_running_loop()
     for pid in pids:
@@ -85,7 +85,7 @@ async def gone(pids: list[int], seconds: float = 10.0) -> None:
         ended = asyncio.Event()
         loop.add_reader(fd, ended.set)
         try:
-            await bounded(ended.wait(), seconds)
+            await bounded(ended.wait())
         finally:
             loop.remove_reader(fd)
             os.close(fd)
@@ -93,7 +93,7 @@ async def gone(pids: list[int], seconds: float = 10.0) -> None:
 
 async def test_a_shutdown_leaves_no_process_and_no_name(wg: WorkerGroup, runtime: Path) -> None:
     pids = [*wg.pids, host_of("actor")]
-    await bounded(wg.shutdown(), 20)
+    await bounded(wg.shutdown())
     assert alive(pids) == []
     assert wg.state == "closed"
     assert os.listdir(runtime) == ["lock"]
@@ -150,14 +150,14 @@ async def main():
     )
 """
     with Program(text, begun.path, permit.path) as creator:
-        await bounded(begun.taken(), 30)
+        await bounded(begun.taken())
         creator.kill()
     assert "starting" in command("list").stdout
     attaching = asyncio.create_task(WorkerGroup.attach("orphan"))
     permit.put()
     wg = await bounded(attaching)
     assert await bounded(wg.ok()) == ["ok"]
-    await bounded(wg.shutdown(), 20)
+    await bounded(wg.shutdown())
 
 
 class Refuses(Worker):
@@ -174,7 +174,6 @@ async def test_a_start_that_fails_tells_why_and_leaves_nothing(runtime: Path) ->
             WorkerGroup.start(
                 pool, ClassWithInitArgs(Refuses), detached=True, name="bad", preload=[]
             ),
-            30,
         )
     (error,) = caught.value.exceptions
     assert (type(error), str(error)) == (RuntimeError, "not today")
@@ -196,11 +195,11 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
             preload=[],
         )
     )
-    await bounded(begun.taken(), 30)
+    await bounded(begun.taken())
     host = host_of("slow")
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await bounded(starting, 20)
+        await bounded(starting)
     await gone([host])
     assert command("list").stdout.strip() == "no groups"
 
@@ -214,7 +213,7 @@ class Slow(Worker):
 
 async def test_a_name_belongs_to_one_group_at_a_time(wg: WorkerGroup) -> None:
     with pytest.raises(UsageError, match="there is a group 'actor' already"):
-        await bounded(detached("actor"), 30)
+        await bounded(detached("actor"))
     with pytest.raises(UsageError, match="there is a group 'actor' already"):
         async with own(attachable=True, name="actor"):
             pass
@@ -226,13 +225,13 @@ async def test_when_the_host_is_killed_every_call_fails_at_once(
 ) -> None:
     started = fifo()
     calls = [wg.wait_for(started, fifo()), wg.add(1), wg.twice(1)]
-    await started.taken(2)
+    await bounded(started.taken(2))
     await bounded(calls[2])
     host, pids = host_of("actor"), wg.pids
     os.kill(host, signal.SIGKILL)
     for call in calls[:2]:
         with pytest.raises(GroupBrokenError, match=f"{host} that hosts group 'actor' has ended"):
-            await bounded(call, 2)
+            await bounded(call)
     with pytest.raises(GroupBrokenError, match="has ended"):
         wg.add(1)
     assert wg.state == "broken"
@@ -250,18 +249,18 @@ async def test_what_a_dead_host_has_left_is_found_and_removed(
     assert not (runtime / "actor.sock").exists()
     with pytest.raises(UsageError, match="no group 'actor'"):
         await bounded(WorkerGroup.attach("actor"))
-    again = await bounded(detached("actor", 7), 30)
+    again = await bounded(detached("actor", 7))
     assert await bounded(again.add(0)) == [7, 7]
-    await bounded(again.shutdown(), 20)
+    await bounded(again.shutdown())
 
 
 async def test_a_dead_socket_is_replaced_by_the_next_start(wg: WorkerGroup) -> None:
     host, pids = host_of("actor"), wg.pids
     os.kill(host, signal.SIGKILL)
     await gone([host, *pids])
-    again = await bounded(detached("actor", 7), 30)
+    again = await bounded(detached("actor", 7))
     assert await bounded(again.add(0)) == [7, 7]
-    await bounded(again.shutdown(), 20)
+    await bounded(again.shutdown())
 
 
 async def test_a_program_that_is_killed_gives_up_its_calls(
@@ -277,7 +276,7 @@ async def main():
         await asyncio.Event().wait()
 """
     with Program(text, started.path, permit.path) as other:
-        await bounded(started.taken(4), 30)
+        await bounded(started.taken(4))
         other.kill()
 
     async def heard() -> None:
@@ -287,7 +286,7 @@ async def main():
 
     permit.put(2)
     await bounded(heard())
-    await bounded(wg.check_health())
+    await bounded(wg.check_health(timeout=PATIENCE))
     seen = await bounded(wg.noted())
     assert seen[0] == seen[1]
 
@@ -298,7 +297,7 @@ async def test_a_rank_that_dies_tells_everybody_and_the_host_ends_with_the_last_
     other = await bounded(WorkerGroup.attach("actor"))
     started = fifo()
     theirs = other.wait_async(started)
-    await started.taken(2)
+    await bounded(started.taken(2))
     with pytest.raises(WorkerDiedError) as caught:
         await bounded(wg.leave(3))
     assert (caught.value.rank, caught.value.exit_code) == (1, 3)
@@ -324,7 +323,7 @@ async def test_a_broken_group_can_be_started_again_by_any_program(wg: WorkerGrou
     with pytest.raises(WorkerDiedError):
         await bounded(wg.leave(3))
     before = wg.pids
-    await bounded(other.restart(), 30)
+    await bounded(other.restart())
     assert await bounded(other.add(1)) == [1, 1]
     assert await bounded(wg.add(1)) == [2, 2]
     assert wg.pids == other.pids != before
@@ -332,7 +331,7 @@ async def test_a_broken_group_can_be_started_again_by_any_program(wg: WorkerGrou
 
 
 async def test_a_policy_starts_it_again_and_saved_state_is_kept() -> None:
-    wg = await bounded(detached("phoenix", restart=RestartPolicy(backoff=0.0)), 30)
+    wg = await bounded(detached("phoenix", restart=RestartPolicy(backoff=0.0)))
     await bounded(wg.add(5))
     await bounded(wg.save())
     with pytest.raises(WorkerDiedError):
@@ -344,8 +343,8 @@ async def test_a_policy_starts_it_again_and_saved_state_is_kept() -> None:
                 return await wg.add(1)  # type: ignore[no-any-return]
             await asyncio.sleep(0)
 
-    assert await bounded(back(), 20) == [6, 6]
-    await bounded(wg.shutdown(), 20)
+    assert await bounded(back()) == [6, 6]
+    await bounded(wg.shutdown())
 
 
 async def test_a_group_that_another_program_shuts_down_is_closed_for_all(
@@ -353,9 +352,9 @@ async def test_a_group_that_another_program_shuts_down_is_closed_for_all(
 ) -> None:
     started = fifo()
     call = wg.wait_async(started)
-    await started.taken(2)
+    await bounded(started.taken(2))
     other = await bounded(WorkerGroup.attach("actor"))
-    await bounded(other.shutdown(), 20)
+    await bounded(other.shutdown())
     with pytest.raises(GroupClosedError):
         await bounded(call)
     with pytest.raises(GroupClosedError, match="shut down"):
@@ -379,11 +378,10 @@ async def test_what_close_raises_is_told_to_who_shuts_down() -> None:
             name="unclean",
             preload=[],
         ),
-        30,
     )
     host = host_of("unclean")
     with pytest.raises(ExceptionGroup) as caught:
-        await bounded(wg.shutdown(), 20)
+        await bounded(wg.shutdown())
     assert [str(error) for error in caught.value.exceptions] == ["could not close"] * 2
     assert alive([host]) == []
 
@@ -450,7 +448,7 @@ async def main():
         with pytest.raises(
             GroupBrokenError, match=f"{host.pid} that hosts group 'theirs' has ended"
         ):
-            await bounded(call, 2)
+            await bounded(call)
     await gone(pids)
 
 
@@ -476,7 +474,7 @@ async def test_others_could_enter_the_folder_so_nothing_is_put_there(
 ) -> None:
     os.mkdir(runtime, 0o755)
     with pytest.raises(UsageError, match="mode 0700"):
-        await bounded(detached("actor"), 30)
+        await bounded(detached("actor"))
     with pytest.raises(UsageError, match="mode 0700"):
         await bounded(WorkerGroup.attach("actor"))
     os.chmod(runtime, 0o700)
@@ -508,6 +506,6 @@ asyncio.run(main())
 """
     try:
         # Ends only when nobody has the pipe any more.
-        subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=60)
+        subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=150)
     finally:
         assert command("stop", "quiet").returncode == 0

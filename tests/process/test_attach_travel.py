@@ -69,7 +69,7 @@ async def test_a_def_method_without_a_loop_is_told_so(
 async def test_a_handle_can_be_kept(actor: WorkerGroup, critic: WorkerGroup) -> None:
     await bounded(actor.keep(critic))
     assert sorted(await bounded(actor.ask_kept(1))) == [[101, 101], [102, 102]]
-    await bounded(critic.restart(), 30)
+    await bounded(critic.restart())
     assert sorted(await bounded(actor.ask_kept(1))) == [[101, 101], [102, 102]]
 
 
@@ -93,7 +93,7 @@ async def test_roles_of_colocated_groups_are_called_and_travel(
     )
     pool = ResourcePool([2], use_gpu=False)
     wg = WorkerGroup(pool, both, name="both", preload=[], detached=True)
-    async with await bounded(wg.__aenter__(), 30):
+    async with await bounded(wg.__aenter__()):
         roles = wg.spawn()
         assert await bounded(roles["policy"].add(1)) == [11, 11]
         assert await bounded(roles["value"].weight()) == [7, 7]
@@ -103,18 +103,18 @@ async def test_roles_of_colocated_groups_are_called_and_travel(
         async with await bounded(WorkerGroup.attach("both")) as other:
             other.fuse(["value"])
             assert await bounded(other.value.weight()) == [7, 7]
-        await bounded(roles["value"].shutdown(), 20)
+        await bounded(roles["value"].shutdown())
     assert wg.state == "closed"
     # Their arguments went to the host and its ranks, and not to who attaches.
     assert str(os.getpid()) not in (runtime / "pids").read_text().split()
 
 
 async def test_a_detached_group_travels_too(actor: WorkerGroup) -> None:
-    wg = await bounded(detached("far", 5), 30)
+    wg = await bounded(detached("far", 5))
     try:
         assert await bounded(actor[0].ask(wg, "add", 1)) == [6, 6]
     finally:
-        await bounded(wg.shutdown(), 20)
+        await bounded(wg.shutdown())
 
 
 async def test_a_handle_that_arrived_can_be_passed_on(
@@ -189,7 +189,7 @@ async def test_a_cancelled_method_cancels_the_call_it_makes(
 ) -> None:
     started = fifo()
     call = actor[0].ask(critic, "wait_async", started)
-    await started.taken(2)
+    await bounded(started.taken(2))
     call.cancel()
 
     async def heard() -> None:

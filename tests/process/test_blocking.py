@@ -51,8 +51,9 @@ from tests.process.workers_life import (
     Steps,
     alive,
 )
+from tests.times import GRACE, PATIENCE
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = pytest.mark.timeout(150)
 """What waits for ever is interrupted: no call here can be bounded from within its own thread."""
 
 ROOT: Final = Path(__file__).parents[2]
@@ -104,18 +105,8 @@ class Giver(Steps):
 
 def group(cls: type = Later, ranks: int = 2, *args: Any, **options: Any) -> WorkerGroup:
     pool = ResourcePool([ranks], use_gpu=False)
-    given: dict[str, Any] = {"preload": [], "start_timeout": 60, **options}
+    given: dict[str, Any] = {"preload": [], "start_timeout": 60, "error_grace": GRACE, **options}
     return WorkerGroup(pool, ClassWithInitArgs(cls, *args), **given)
-
-
-def take(fifo: Fifo, seconds: float = 20.0) -> None:
-    """Take a permit, within a time."""
-    fd = os.open(fifo.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        assert select.select([fd], [], [], seconds)[0], "nobody gave a permit"
-        os.read(fd, 1)
-    finally:
-        os.close(fd)
 
 
 def threads() -> list[threading.Thread]:
@@ -155,7 +146,7 @@ class TestCalls:
 
     def test_the_caller_may_choose_for_one_call(self, shared: WorkerGroup) -> None:
         assert shared.triple.options(blocking=True)(2) == [6, 6]
-        assert shared.echo.options(blocking=False, timeout=20)(2).get() == [2, 2]
+        assert shared.echo.options(blocking=False, timeout=PATIENCE)(2).get() == [2, 2]
         with pytest.raises(TypeError, match="no option 'timeot'"):
             shared.echo.options(timeot=1)
 
@@ -226,7 +217,7 @@ class TestCalls:
 
     def test_results_come_by_rank_and_as_they_come(self, shared: WorkerGroup) -> None:
         handle = shared.fail.options(blocking=False)("one", rank=1)
-        value, error = handle.results(timeout=20)
+        value, error = handle.results(timeout=PATIENCE)
         assert (value, str(error)) == (0, "one")
         assert sorted(rank for rank, _ in handle.as_completed()) == [0, 1]
         assert dict(shared.triple(1).as_completed()) == {0: 3, 1: 3}
@@ -234,7 +225,7 @@ class TestCalls:
     def test_shared_tensors_are_released(self, shared: WorkerGroup) -> None:
         tensor = shared_empty(100_000)
         handle = shared.note.options(blocking=False)("given", tensor)
-        handle.released(timeout=20)
+        handle.released(timeout=PATIENCE)
         assert handle.done()
         assert handle.get() == ["given", "given"]
 
@@ -252,7 +243,7 @@ class TestWaiting:
             handle.results(timeout=0)
         release.put()
         assert handle.get(timeout=float("inf")) == "late"
-        take(started)
+        started.take_here()
 
     def test_a_deadline_of_the_call_ends_it(
         self, shared: WorkerGroup, fifo: Callable[[], Fifo]
@@ -273,7 +264,7 @@ class TestWaiting:
         assert waiting.cancelled()
         with pytest.raises(concurrent.futures.CancelledError):
             waiting.get()
-        shared.check_health()  # every rank has been asked before
+        shared.check_health(timeout=PATIENCE)  # every rank has been asked before
         release.put(2)
         busy.get()
         assert ["cancelled" in notes for notes in shared.notes()] == [False, False]
@@ -350,8 +341,8 @@ class TestCtrlC:
             return wait(errand, timeout)
 
         def interrupt(permit: Fifo) -> None:
-            take(permit)
-            assert waits.wait(20)
+            permit.take_here()
+            assert waits.wait(PATIENCE)
             os.kill(os.getpid(), signal.SIGINT)
 
         def begin(permit: Fifo) -> threading.Thread:
@@ -370,7 +361,7 @@ class TestCtrlC:
         thread = interrupt_when(started)
         with pytest.raises(KeyboardInterrupt):
             shared[0].until_cancelled(started, seen)
-        take(seen)  # the body was told (E-5)
+        seen.take_here()  # the body was told (E-5)
         thread.join()
         assert shared.echo(1) == [1, 1]
 
@@ -380,13 +371,13 @@ class TestCtrlC:
         started, release, go = fifo(), fifo(), fifo()
         busy = shared.hold_later(started, release)
         thread = interrupt_when(go)
-        take(started)
-        take(started)
+        started.take_here()
+        started.take_here()
         go.put()
         with pytest.raises(KeyboardInterrupt):
             shared.note("interrupted")
         thread.join()
-        shared.check_health()  # every rank has been asked before
+        shared.check_health(timeout=PATIENCE)  # every rank has been asked before
         release.put(2)
         busy.get()
         assert ["interrupted" in notes for notes in shared.notes()] == [False, False]
@@ -399,7 +390,7 @@ class TestCtrlC:
         thread = interrupt_when(started)
         with pytest.raises(KeyboardInterrupt):
             handle.get()
-        take(seen)
+        seen.take_here()
         thread.join()
         with pytest.raises(concurrent.futures.CancelledError):
             handle.get()
@@ -431,9 +422,9 @@ class TestCtrlC:
             assert running.stdout is not None
             pids = [int(pid) for pid in running.stdout.readline().split()[1:]]
             assert running.stdout.readline() == "begins\n"
-            take(Fifo(tmp_path / "a"))
+            Fifo(tmp_path / "a").take_here()
             os.killpg(running.pid, signal.SIGINT)
-            out, error = running.communicate(timeout=30)
+            out, error = running.communicate(timeout=100)
         assert (out, error, running.returncode) == ("interrupted [1, 1]\n", "", 0)
         assert alive(pids) == []
 
@@ -541,7 +532,7 @@ class TestLife:
         wg = group(Steps, 1).start()
 
         def shut_down() -> None:
-            take(started)
+            started.take_here()
             wg.shutdown(grace=0.2)
 
         thread = threading.Thread(target=shut_down)
@@ -561,9 +552,9 @@ class TestLife:
             wg.restart()
             assert wg.execute_all_sync("value_of") == [7, 7]
             busy = wg[0].hold.options(blocking=False)(started, release)
-            take(started)
-            assert all(seconds is not None for seconds in wg.check_health())
-            assert "rank 0 in take at" in str(wg.stacks())
+            started.take_here()
+            assert None not in wg.check_health(timeout=PATIENCE)
+            assert "in hold" in str(wg.stacks(timeout=PATIENCE))
             release.put()
             busy.get()
 
@@ -582,7 +573,7 @@ class TestLife:
                 print(len(threads()))
         """
         running = start_program(program, tmp_path)
-        assert running.communicate(timeout=30) == ("1\n1\n0\n" * 2, "")
+        assert running.communicate(timeout=100) == ("1\n1\n0\n" * 2, "")
 
     def test_inline_ranks_work_too(self) -> None:
         with group(AsyncSteps, executor="inline") as wg:
@@ -607,7 +598,7 @@ class TestLife:
         del handle
         gc.collect()
         for end in ends:
-            assert select.select([end], [], [], 10)[0]
+            assert select.select([end], [], [], PATIENCE)[0]
             os.close(end)
 
     def test_functions_that_the_loop_calls_can_not_make_blocking_calls(self) -> None:
@@ -636,7 +627,7 @@ class TestLife:
             wg.start_worker_aliveness_check(on_death=on_death)
             with pytest.raises(WorkerDiedError):
                 wg.leave(3)
-            assert seen.wait(10)
+            assert seen.wait(PATIENCE)
         assert isinstance(told[0], WorkerDiedError)
 
 
@@ -690,13 +681,13 @@ class TestManyRanks:
 
         def items() -> Iterator[tuple[Fifo, Fifo]]:
             yield started, seen
-            take(started)
+            started.take_here()
             raise KeyError("no more")
 
         running = shared.map("until_cancelled_with", items(), max_inflight=2)
         with pytest.raises(KeyError):
             next(running)
-        take(seen)
+        seen.take_here()
 
     def test_generators_are_read_item_by_item(self) -> None:
         with group(Giver) as wg:
@@ -779,7 +770,7 @@ class TestEndOfTheProgram:
             {ending}
         """
         running = start_program(program, tmp_path)
-        out, err = running.communicate(timeout=30)
+        out, err = running.communicate(timeout=100)
         assert (running.returncode, err.strip().splitlines()[-1:]) == (
             code,
             [error] if error else [],
@@ -793,7 +784,7 @@ class TestEndOfTheProgram:
             wg.ping()
         """
         running = start_program(program, tmp_path)
-        assert running.communicate(timeout=30) == ("", "")
+        assert running.communicate(timeout=100) == ("", "")
         assert (tmp_path / "0").read_text().split() == ["init", "setup", "ping", "close"]
 
     def test_a_fork_can_not_use_the_group_and_can_have_its_own(self, tmp_path: Path) -> None:
@@ -817,7 +808,7 @@ class TestEndOfTheProgram:
             wg.shutdown()
         """
         running = start_program(program, tmp_path)
-        out, err = running.communicate(timeout=30)
+        out, err = running.communicate(timeout=100)
         assert (out.splitlines(), err) == (
             ["refused: this process was forked", "[2]", "0 [3]"],
             "",

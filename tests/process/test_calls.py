@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncwg import Call, GroupClosedError, PerRank, UsageError, WorkerDiedError, WorkerGroupError
-from tests.leaks import bounded
+from tests.leaks import PATIENCE, bounded
 from tests.process.workers_life import AsyncSteps, Fifo, Mortal, Steps, group
 
 
@@ -70,12 +70,12 @@ async def test_gather_with_return_exceptions_takes_failing_calls() -> None:
 
 async def test_wait_for_takes_a_call(loop_kind: str) -> None:
     async with group(Steps) as wg:
-        assert await asyncio.wait_for(wg.echo(1), 10) == [1, 1]
+        assert await asyncio.wait_for(wg.echo(1), PATIENCE) == [1, 1]
 
 
 async def test_timeout_takes_a_call(loop_kind: str) -> None:
     async with group(Steps) as wg:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             assert await wg.echo(1) == [1, 1]
 
 
@@ -100,7 +100,7 @@ async def test_a_task_group_takes_one_call_several_times(
     started, release = fifo(), fifo()
     async with group(Steps, 1) as wg:
         call = wg.hold(started, release, "v")
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
             made = [tasks.create_task(call) for _ in range(3)]
             await started.taken()
             release.put()
@@ -112,7 +112,7 @@ async def test_a_task_group_takes_a_call_that_is_done_several_times() -> None:
     async with group(Steps, 1) as wg:
         call = wg.echo("v")
         await bounded(call)
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
             made = [tasks.create_task(call) for _ in range(2)]
         assert [task.result() for task in made] == [["v"]] * 2
 
@@ -120,7 +120,7 @@ async def test_a_task_group_takes_a_call_that_is_done_several_times() -> None:
 async def test_ensure_future_makes_a_call_fit_for_wait(loop_kind: str) -> None:
     """As the documentation says: asyncio.wait refuses what could be a coroutine."""
     async with group(Steps) as wg:
-        done, pending = await asyncio.wait({asyncio.create_task(wg.echo(1))}, timeout=10)
+        done, pending = await asyncio.wait({asyncio.create_task(wg.echo(1))}, timeout=PATIENCE)
         assert not pending
         assert done.pop().result() == [1, 1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -12,9 +13,9 @@ import pytest
 
 from asyncwg import CallTimeoutError, GroupClosedError
 from asyncwg.testing import FaultPlan
-from benchmarks.chaos.player import Player
+from benchmarks.chaos import model, player
 from benchmarks.chaos.program import program, sizes_of
-from tests.leaks import bounded
+from tests.leaks import PATIENCE, bounded
 from tests.process.workers_life import Fifo, group
 from tests.process.workers_reliability import Recorder
 
@@ -109,10 +110,16 @@ async def test_the_calls_of_a_group_that_its_user_has_dropped_end(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-async def test_a_random_program_does_what_the_model_says(seed: int) -> None:
+async def test_a_random_program_does_what_the_model_says(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reproduce with ``python -m benchmarks.chaos --seed N --operations 150``."""
-    player = Player(sizes_of(seed, 2))
+    # How long things take is not the question here.
+    monkeypatch.setattr(player, "BOUND", PATIENCE)
+    late = functools.partial(model.late_complaints, bound=PATIENCE)
+    monkeypatch.setattr(model, "late_complaints", late)
+    chaos = player.Player(sizes_of(seed, 2))
     for op in program(seed, 150, 2):
-        await player.play(op)
-    await player.end()
+        await chaos.play(op)
+    await chaos.end()
     asyncio.get_running_loop().set_exception_handler(None)

@@ -15,15 +15,11 @@ from asyncwg._driver.guardian import guardian
 from tests.leaks import bounded
 from tests.process.workers_life import Fifo, Mortal, Parent, Steps, alive, group
 
-PROMPT = 8.0
-"""Seconds, on a busy machine, for what takes milliseconds on a quiet one. Nothing that a test would
-wrongly wait for is shorter."""
 
-
-async def death(call: Any, seconds: float = PROMPT) -> WorkerDiedError:
-    """Return the error of a call whose rank dies."""
+async def death(call: Any) -> WorkerDiedError:
+    """Return the error of a call whose rank dies. Nothing else would end it here."""
     with pytest.raises(WorkerDiedError) as caught:
-        await bounded(call, seconds)
+        await bounded(call)
     return caught.value
 
 
@@ -31,7 +27,7 @@ async def broken(wg: WorkerGroup) -> Exception:
     """Wait until ``wg`` has seen that it is broken, and return by what."""
     told: asyncio.Queue[Exception] = asyncio.Queue()
     wg.start_worker_aliveness_check(on_death=told.put_nowait)
-    return await bounded(told.get(), PROMPT)
+    return await bounded(told.get())
 
 
 async def test_a_call_fails_when_a_rank_dies_though_the_others_are_busy(
@@ -49,9 +45,9 @@ async def test_a_call_fails_when_a_rank_dies_though_the_others_wait_in_a_collect
     """https://github.com/meta-pytorch/monarch/issues/3435. E-4."""
     async with group(Mortal, preload=None) as wg:
         pids = wg.pids
-        error = await death(wg.die_beside_a_collective(), 30)
+        error = await death(wg.die_beside_a_collective())
         assert (error.rank, error.signal_name) == (1, "SIGKILL")
-        await bounded(wg.shutdown(), PROMPT)
+        await bounded(wg.shutdown())
         assert alive(pids) == []
 
 
@@ -60,7 +56,7 @@ async def test_the_survivors_of_a_death_are_ended(fifo: Callable[[], Fifo]) -> N
     async with group(Mortal) as wg:
         pids = wg.pids
         await death(wg.die_after(fifo()))
-        await bounded(wg.shutdown(), PROMPT)
+        await bounded(wg.shutdown())
         assert alive(pids) == []
 
 
@@ -141,7 +137,7 @@ async def test_a_death_is_seen_though_a_forked_child_holds_all_descriptors(
         await bounded(started.taken())
         os.kill(wg.pids[0], signal.SIGKILL)
         assert (await death(pending)).signal_name == "SIGKILL"
-        await bounded(wg.shutdown(), PROMPT)
+        await bounded(wg.shutdown())
         assert alive([child]) == []
 
 
@@ -252,7 +248,7 @@ async def test_what_a_dead_worker_had_started_is_ended(kind: str) -> None:
         children = (await bounded(wg.begin(kind)))[1]
         os.kill(wg.pids[1], signal.SIGKILL)
         await broken(wg)
-        await bounded(wg.shutdown(), PROMPT)
+        await bounded(wg.shutdown())
         assert alive(children) == []
 
 
@@ -270,7 +266,7 @@ async def test_a_call_fails_when_the_guardian_is_killed(
         error = await death(pending)
         assert error.guardian_pid == keeper
         assert f"the guardian process (pid {keeper}), the parent of all workers" in str(error)
-        await bounded(wg.shutdown(), PROMPT)
+        await bounded(wg.shutdown())
         assert alive(pids) == []
 
 
@@ -293,7 +289,7 @@ async def test_what_workers_had_started_is_ended_when_the_guardian_is_killed(kin
         children = [pid for each in await bounded(wg.begin(kind)) for pid in each]
         os.kill(guardian().pid, signal.SIGKILL)
         await broken(wg)
-        await bounded(wg.shutdown(), PROMPT)
+        await bounded(wg.shutdown())
         assert alive(children) == []
 
 

@@ -485,14 +485,14 @@ async def test_a_failure_beside_a_collective_is_told_long_before_its_timeout(
     torch_with_its_pipe: None,
 ) -> None:
     """The error came late or never: https://github.com/dmlc/xgboost/issues/11217. E-3."""
-    async with group(Mortal, preload=None) as wg:
+    async with group(Mortal, preload=None, error_grace=0.5) as wg:
         loop = asyncio.get_running_loop()
         call = wg.fail_beside_a_collective()
         answers = call.as_completed()
-        await bounded(anext(answers), 30)
+        await bounded(anext(answers))
         failed_at = loop.time()
         error = await failure(call)
-        assert loop.time() - failed_at < 5
+        assert loop.time() - failed_at < 100  # the collective waits for 600
         await answers.aclose()
     assert isinstance(error, WorkerGroupError)
     first = error.exceptions[0]

@@ -15,6 +15,8 @@ from typing import Final, NamedTuple
 import psutil
 import pytest
 
+from tests.times import PATIENCE
+
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = ROOT / "docs" / "examples"
 PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,7 +25,7 @@ MARK: Final = "<!-- runs -->"
 SHOWN: Final = re.compile(
     rf"^{MARK}\n```python\n(?P<code>.*?)^```$.*?^```text\n(?P<output>.*?)^```$", re.M | re.S
 )
-LIMIT: Final = 90.0
+LIMIT: Final = 150.0
 """Seconds for one program. It takes a few; more only means that the machine is busy."""
 
 UNEVEN: Final = """
@@ -78,7 +80,7 @@ def run(arguments: Sequence[str], *, code: str | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     # What outlives its parent is nobody's child here, so it is known by its environment.
-    _, left = psutil.wait_procs(marked(f"{variable}={value}"), timeout=5)
+    _, left = psutil.wait_procs(marked(f"{variable}={value}"), timeout=PATIENCE)
     assert left == []
     return done.stdout
 

@@ -369,7 +369,7 @@ def test_the_ppo_example_trains_and_ends_with_1_where_it_misses_its_goal() -> No
         check=False,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert (done.returncode, done.stderr) == (1, "expected at least 501\n")

@@ -20,13 +20,9 @@ import pytest
 import uvloop
 
 from asyncwg import WorkerDiedError
-from tests.leaks import bounded
+from tests.leaks import PATIENCE, bounded
 from tests.process.workers_life import Fifo, Mortal, alive, group
 
-WITHIN: Final = 4.0
-"""Seconds, on a busy machine, until nothing may be left. A moment, on a quiet one."""
-PATIENCE: Final = 30.0
-"""Seconds until a program that says nothing is given up."""
 ROOT: Final = Path(__file__).parents[2]
 
 PROGRAM: Final = """
@@ -173,7 +169,7 @@ class Program:
         """Its stderr so far."""
         return self._errors.read_text()
 
-    def left(self, seconds: float = WITHIN) -> list[int]:
+    def left(self, seconds: float = PATIENCE) -> list[int]:
         """Return what is still there after at most ``seconds``, but the program itself."""
         deadline = time.monotonic() + seconds
         while found := self._now():
@@ -282,7 +278,7 @@ def test_nothing_is_left_though_a_forked_child_of_the_program_lives_on(start: An
     program.wait_for("here")
     program.process.kill()
     program.wait()
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + PATIENCE
     while (left := alive(program.pids)) and time.monotonic() < deadline:
         program.left(0.05)
     assert left == []

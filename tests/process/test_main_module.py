@@ -128,7 +128,7 @@ def run(*arguments: str, stdin: str | None = None, cwd: Path | None = None) -> F
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
         cwd=cwd,
     )

@@ -17,7 +17,7 @@ import pytest
 
 from asyncwg import WorkerDiedError
 from asyncwg._driver import postmortem
-from tests.leaks import bounded
+from tests.leaks import PATIENCE, bounded
 from tests.process.workers_life import Mortal, group
 
 ROOT: Final = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def _wait_until_empty(group_folder: Path) -> None:
     for pid in (group_folder / "cgroup.procs").read_text().split():
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(int(pid))
-            select.select([pidfd], [], [], 5)
+            select.select([pidfd], [], [], PATIENCE)
             os.close(pidfd)
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_takes_too_much_memory_is_told_as_the_killers_victim(narrow:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ async def test_calls_of_two_tasks_reach_every_rank_in_the_same_order(loop_kind: 
                 else:
                     await asyncio.sleep(0)
 
-        await bounded(asyncio.gather(caller("a"), caller("b")), 30)
+        await bounded(asyncio.gather(caller("a"), caller("b")))
         first, *others = await bounded(wg.notes())
     assert len(first) == 120
     assert others == [first, first]
@@ -57,7 +57,7 @@ async def test_a_large_argument_is_not_overtaken_by_a_small_one(loop_kind: str) 
     async with group(Steps) as wg:
         for number in range(12):
             wg.note(number, bytes(SIZES[-1 if number % 2 == 0 else 0]))
-        assert await bounded(wg.notes(), 30) == [list(range(12))] * 2
+        assert await bounded(wg.notes()) == [list(range(12))] * 2
 
 
 async def test_calls_on_views_keep_their_place_among_calls_on_all_ranks() -> None:
@@ -78,7 +78,7 @@ async def test_async_methods_start_in_the_same_order_on_every_rank(loop_kind: st
     """O-1."""
     async with group(AsyncSteps) as wg:
         calls = [wg.note_async(number, bytes(SIZES[number % 3])) for number in range(30)]
-        await bounded(asyncio.gather(*calls), 30)
+        await bounded(asyncio.gather(*calls))
         assert await bounded(wg.notes_async()) == [list(range(30))] * 2
 
 

@@ -34,6 +34,13 @@ from tests.process.workers_reliability import DyingOnLoad, Recorder, Refusing, R
 AT_ONCE = RestartPolicy(backoff=0)
 
 
+class OnceAtOnce(RestartPolicy):
+    """One restart at once, and the backoff between that and each further one."""
+
+    def delay(self, attempt: int) -> float:
+        return self.backoff if attempt else 0
+
+
 def death_of(wg: WorkerGroup) -> asyncio.Future[Exception]:
     """Return what is done when the group has broken."""
     died: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -185,7 +192,7 @@ async def test_a_policy_leaves_alone_what_its_user_has_started_again(tmp_path: P
     """It would have ended a group that works; what waits to be sent again goes with either."""
     marker = tmp_path / "marker"
     marker.touch()
-    policy = RestartPolicy(backoff=0.05)
+    policy = RestartPolicy(backoff=0.5)  # what its user does is done before
     async with group(Saving, restart=policy) as wg:
         call = wg.die_while_there_is(str(marker))
         await bounded(death_of(wg))
@@ -226,22 +233,10 @@ async def test_a_policy_tries_again_when_a_restart_fails(tmp_path: Path, loop_ki
 
 async def test_a_group_whose_restart_failed_and_is_tried_again_says_so(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    policy = RestartPolicy(max_restarts=3, backoff=0.01)
-    async with group(Reluctant, 1, str(file), restart=policy) as wg:
+    async with group(Reluctant, 1, str(file), restart=OnceAtOnce(backoff=3600)) as wg:
         file.write_bytes(b".")
         await brought_down(wg)
-        monitor: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        restart = wg._core.restart
-
-        async def restart_once(*args: Any, **options: Any) -> None:
-            try:
-                await restart(*args, **options)
-            finally:
-                if not monitor.done():
-                    monitor.set_result(None)
-
-        wg._core.restart = restart_once  # type: ignore[method-assign]
-        await bounded(monitor)
+        await bounded(_until_failed(wg._core))
         assert wg.state == "broken"
         assert wg.pids == []
         with pytest.raises(GroupBrokenError, match="tried again") as caught:
@@ -256,7 +251,7 @@ async def test_a_group_that_ends_between_two_tries_to_start_it_again_leaves_noth
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "file"
-    policy = RestartPolicy(max_restarts=3, backoff=0.01)
+    policy = OnceAtOnce(backoff=3600 if how == "shut down" else 0.2)
     wg = group(Reluctant, 2, str(file), restart=policy)
     await bounded(wg.__aenter__())
     file.write_bytes(b"...")

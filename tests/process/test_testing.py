@@ -59,7 +59,7 @@ async def test_a_large_call_is_held_back_too() -> None:
     async with group(Recorder, 1) as wg:
         with FaultPlan().delay(0, 60).on(wg):
             large, small = wg.note(bytes(1 << 20)), wg.note("small")
-            assert await bounded(wg.check_health()) != [None]
+            assert await bounded(wg.check_health(timeout=60)) != [None]
             assert not small.done()
         assert len((await bounded(large))[0]) == 1 << 20
 

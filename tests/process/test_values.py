@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from asyncwg import WorkerError, WorkerGroup, WorkerGroupError
 from asyncwg.protocol import DataProto
 from tests.hostile import HOW, TEXT, Hostile, HostileBaseError, HostileError, UnprintableError
-from tests.leaks import Heartbeat, bounded
+from tests.leaks import Heartbeat, bounded, in_one_try
 from tests.process.workers_values import Echo, group
 
 
@@ -67,7 +67,7 @@ async def test_what_is_empty_comes_back_as_it_is(wg: WorkerGroup) -> None:
 async def test_tensors_and_arrays_of_all_sizes_come_back(wg: WorkerGroup, method: str) -> None:
     for size in (10, 3000, 300_000, 2_000_000):
         values = [torch.arange(size), np.arange(size), np.arange(2 * size)[::2]]
-        for back in await bounded(getattr(wg, method)(values), 30):
+        for back in await bounded(getattr(wg, method)(values)):
             assert all(alike(value, other) for value, other in zip(values, back, strict=True))
 
 
@@ -152,13 +152,15 @@ async def test_20_calls_of_8_mib_at_once_all_come_back_and_the_loop_goes_on(
         [back] = await one.echo(value)
         return bytes(back)
 
-    begun = time.monotonic()
-    with Heartbeat() as heart:
-        backs = await bounded(asyncio.gather(*map(echo, values)), 20)
-    assert [back == value for back, value in zip(backs, values, strict=True)] == [True] * 20
-    # The report asks for 0.2 s; the bound leaves room for tests that run beside this one. A loop that
-    # blocks in a write comes round when all is over.
-    assert heart.longest < max(0.5, (time.monotonic() - begun) / 2)
+    async def all_come_back_and_the_loop_goes_on() -> bool:
+        begun = time.monotonic()
+        with Heartbeat() as heart:
+            backs = await bounded(asyncio.gather(*map(echo, values)))
+        assert [back == value for back, value in zip(backs, values, strict=True)] == [True] * 20
+        # The report asks for 0.2 s. A loop that blocks in a write comes round when all is over.
+        return heart.longest < max(0.2, (time.monotonic() - begun) / 2)
+
+    assert await in_one_try(all_come_back_and_the_loop_goes_on)
 
 
 async def test_20_calls_with_tensors_of_8_mib_at_once_all_come_back(one: WorkerGroup) -> None:
@@ -169,7 +171,7 @@ async def test_20_calls_with_tensors_of_8_mib_at_once_all_come_back(one: WorkerG
         [back] = await one.echo(value)
         return alike(value, back)
 
-    assert await bounded(asyncio.gather(*map(echo, values)), 30) == [True] * 20
+    assert await bounded(asyncio.gather(*map(echo, values))) == [True] * 20
 
 
 @pytest.mark.slow

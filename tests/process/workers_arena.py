@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from asyncwg import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from tests.process.workers_life import Fifo
+from tests.times import PATIENCE
 
 MB = 1 << 20
 LARGE = 2 * MB
@@ -54,7 +55,7 @@ class _Rows(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         ready, go_on = self._gate
         ready.set()
-        go_on.wait(20)
+        go_on.wait(PATIENCE)
         return self._rows.view(-1)
 
 
@@ -195,7 +196,7 @@ class Large(Worker):
         go_on, answer = context.Event(), context.SimpleQueue()
 
         def look() -> None:
-            go_on.wait(20)
+            go_on.wait(PATIENCE)
             answer.put(same(value, first))
 
         child = context.Process(target=look)
@@ -204,7 +205,7 @@ class Large(Worker):
         def saw_it() -> bool:
             go_on.set()
             found: bool = answer.get()
-            child.join(20)
+            child.join(PATIENCE)
             child.close()
             return found
 
@@ -219,7 +220,7 @@ class Large(Worker):
             _Rows(value, gate), num_workers=1, batch_size=None, multiprocessing_context=context
         )
         batches = iter(loader)
-        gate[0].wait(20)
+        gate[0].wait(PATIENCE)
 
         def saw_it() -> bool:
             gate[1].set()

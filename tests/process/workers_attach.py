@@ -23,10 +23,9 @@ from asyncwg import (
     register,
 )
 from tests.process.workers_life import Fifo
+from tests.times import GRACE, PATIENCE
 
 ROOT: Final = Path(__file__).parents[2]
-PATIENCE: Final = 60.0
-"""Seconds until a program that says nothing is given up."""
 
 
 class Traveller:
@@ -219,7 +218,7 @@ class Heavy(Plain):
 def own(start: int = 0, ranks: int = 2, **options: Any) -> WorkerGroup:
     """Return a group of `Plain`, not started."""
     pool = ResourcePool([ranks], use_gpu=False)
-    given: dict[str, Any] = {"preload": [], "start_timeout": 60, **options}
+    given: dict[str, Any] = {"preload": [], "start_timeout": 60, "error_grace": GRACE, **options}
     return WorkerGroup(pool, ClassWithInitArgs(Plain, start), **given)
 
 

@@ -18,6 +18,7 @@ from asyncwg import (
     register,
 )
 from tests.process.workers_life import Fifo
+from tests.times import GRACE
 
 
 def colocated(
@@ -30,7 +31,7 @@ def colocated(
 def group_of(built: ClassWithInitArgs[Any], ranks: int = 2, **options: Any) -> WorkerGroup:
     """The same for what is given."""
     pool = ResourcePool([ranks], use_gpu=False)
-    given: dict[str, Any] = {"preload": [], "start_timeout": 60, **options}
+    given: dict[str, Any] = {"preload": [], "start_timeout": 60, "error_grace": GRACE, **options}
     return WorkerGroup(pool, built, **given)
 
 

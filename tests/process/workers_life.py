@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any, Final
 import asyncwg
 from asyncwg import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup, register
 from tests.hostile import OneWayError, UnpicklableError, UnprintableError
+from tests.times import GRACE, PATIENCE
 
 FOREVER: Final = 1e6
 """Seconds for which a worker is busy where no test waits for its end."""
@@ -31,7 +33,7 @@ FOREVER: Final = 1e6
 def group(cls: type, ranks: int = 2, *args: Any, **options: Any) -> WorkerGroup:
     """Return a group of ``cls`` on CPUs, not started, without torch; ``options`` are the group's."""
     pool = ResourcePool([ranks], use_gpu=False)
-    given: dict[str, Any] = {"preload": [], "start_timeout": 60, **options}
+    given: dict[str, Any] = {"preload": [], "start_timeout": 60, "error_grace": GRACE, **options}
     return WorkerGroup(pool, ClassWithInitArgs(cls, *args), **given)
 
 
@@ -82,17 +84,36 @@ class Fifo:
             self._kept = None
 
     def put(self, permits: int = 1) -> None:
-        """Let ``permits`` takers go on."""
+        """Let ``permits`` takers go on.
+
+        Opened for both directions, so that this never waits for a taker, nor fails where none is left.
+        """
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             os.write(fd, b"." * permits)
             os.close(fd)
 
     def take(self) -> None:
         """Wait for a permit, blocking the thread."""
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not to wait for a writer: whoever kept it open may have gone since its name was found.
+            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(fd, True)
             os.read(fd, 1)
+            os.close(fd)
+
+    def take_here(self, permits: int = 1, seconds: float = PATIENCE) -> None:
+        """Wait for ``permits`` while the loop of this thread stands still, with its timers.
+
+        So a deadline of the loop can't pass before what was sent has begun elsewhere.
+        """
+        fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            while permits:
+                assert select.select([fd], [], [], seconds)[0], "nobody gave a permit"
+                with contextlib.suppress(BlockingIOError):
+                    permits -= len(os.read(fd, permits))
+        finally:
             os.close(fd)
 
     async def taken(self, permits: int = 1) -> None:
@@ -464,7 +485,7 @@ class Mortal(Worker):
         import torch
         import torch.distributed as dist
 
-        self.init_process_group(timeout=60)
+        self.init_process_group(timeout=600)
         dist.barrier()
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -476,7 +497,7 @@ class Mortal(Worker):
         import torch
         import torch.distributed as dist
 
-        self.init_process_group(timeout=60)
+        self.init_process_group(timeout=600)
         dist.barrier()
         if self.rank == 0:
             raise ValueError("bad row 7")

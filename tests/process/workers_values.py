@@ -23,12 +23,14 @@ from asyncwg import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from tests.times import GRACE
 
 
 def group(cls: type, ranks: int = 2, *args: Any, **options: Any) -> WorkerGroup:
     """Return a group of ``cls`` on CPUs, not started; ``options`` are the group's."""
     pool = ResourcePool([ranks], use_gpu=False)
-    return WorkerGroup(pool, ClassWithInitArgs(cls, *args), start_timeout=60, **options)
+    given: dict[str, Any] = {"start_timeout": 60, "error_grace": GRACE, **options}
+    return WorkerGroup(pool, ClassWithInitArgs(cls, *args), **given)
 
 
 class Echo(Worker):

@@ -86,7 +86,7 @@ async def test_loop_kind_names_the_loop_that_runs(loop_kind: str) -> None:
 
 
 async def test_bounded_gives_the_value(loop_kind: str) -> None:
-    assert await bounded(asyncio.sleep(0, "value"), 5) == "value"
+    assert await bounded(asyncio.sleep(0, "value")) == "value"
 
 
 async def test_bounded_fails_and_writes_the_stacks(capfd: pytest.CaptureFixture[str]) -> None:
