@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 QUIET: Final = 0.03
-"""Seconds of silence after which a rank's text is complete: the handler writes it in one go."""
+"""Seconds of silence after which a rank's text is complete, if it has an end."""
 _READ: Final = 64 * 1024
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+_OUTERMOST: Final = ("...", " in <module>", " in _bootstrap")
+"""How a text ends: frames that are not told, or the first one of a program or of a thread."""
 _WRAPPERS: Final = frozenset(
     ["wrapper", "wrapped", "inner", "_fn", "_call_impl", "_wrapped_call_impl", "decorate_context"]
 )
@@ -133,6 +135,17 @@ def parse(rank: int, text: str) -> RankStacks:
     return RankStacks(rank, text, tuple(kept))
 
 
+def _has_end(text: str) -> bool:
+    """Whether a text that faulthandler writes has all that `parse` reads of it."""
+    lines = text.splitlines()
+    if not text.endswith("\n"):
+        lines = lines[:-1]
+    own_loop = f'  File "{_OURS}_worker'
+    return bool(lines) and (
+        lines[-1].endswith(_OUTERMOST) or any(line.startswith(own_loop) for line in lines)
+    )
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
@@ -168,6 +181,10 @@ class StackPipe:
             ask()
         return self._complete
 
+    @property
+    def _text(self) -> str:
+        return b"".join(self._chunks).decode("utf-8", "replace")
+
     async def take(self, complete: asyncio.Future[None], timeout: float) -> str:
         """Wait for an expected text; what there is of it after ``timeout`` seconds."""
         try:
@@ -175,7 +192,7 @@ class StackPipe:
                 await asyncio.shield(complete)
         except TimeoutError:
             self._complete = None
-        return b"".join(self._chunks).decode("utf-8", "replace")
+        return self._text
 
     def close(self) -> None:
         """Stop listening."""
@@ -200,7 +217,12 @@ class StackPipe:
         self._chunks.append(data)
         if self._quiet is not None:
             self._quiet.cancel()
-        self._quiet = self._loop.call_later(QUIET, self._done)
+        self._quiet = self._loop.call_later(QUIET, self._fallen_silent)
+
+    def _fallen_silent(self) -> None:
+        """The handler writes piece by piece: on a busy machine it may fall silent in the middle."""
+        if _has_end(self._text):
+            self._done()
 
     def _done(self) -> None:
         complete, self._complete = self._complete, None

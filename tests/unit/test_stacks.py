@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+
+import pytest
+
 from asyncwg._driver import pending, stacks
-from asyncwg._driver.stacks import HangReport, Stacks, parse
+from asyncwg._driver.stacks import QUIET, HangReport, StackPipe, Stacks, parse
+from tests.leaks import PATIENCE, bounded
 
 WORKER = stacks._OURS + "_worker/lanes.py"
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
@@ -46,6 +52,20 @@ def test_a_rank_that_wrote_nothing_did_not_answer() -> None:
 def test_a_text_that_is_cut_off_is_read_as_far_as_it_goes() -> None:
     for end in range(len(REDUCE)):
         assert parse(0, REDUCE[:end]).where
+
+
+@pytest.mark.parametrize("cut", [5, 60, len(REDUCE) - 80])
+async def test_a_text_that_comes_in_two_parts_is_waited_for(cut: int, loop_kind: str) -> None:
+    """The process had to wait for a processor while it wrote, and half of it was taken for all."""
+    pipe = StackPipe(asyncio.get_running_loop())
+    complete = pipe.expect(lambda: None)
+    whole = (REDUCE + "\n").encode()
+    os.write(pipe.write, whole[:cut])
+    await asyncio.wait({complete}, timeout=5 * QUIET)
+    assert not complete.done()
+    os.write(pipe.write, whole[cut:])
+    assert await bounded(pipe.take(complete, PATIENCE)) == whole.decode()
+    pipe.close()
 
 
 def test_the_summary_is_one_line_with_equal_places_told_once() -> None:
