@@ -266,11 +266,11 @@ def _meet(url: str, given: dict[str, timedelta]) -> Iterator[Any]:
     rank = int(query.get("rank", [os.environ["RANK"]])[0])
     world_size = int(query.get("world_size", [os.environ["WORLD_SIZE"]])[0])
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    store = make(MASTER_ADDRESS, int(os.environ["MASTER_PORT"]), is_master=False, **given)
-    # A second init in one process must not read what the first one wrote.
     prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
-    own = prefixed(f"asyncwg/{_meetings + 1}", store)
     try:
+        store = make(MASTER_ADDRESS, int(os.environ["MASTER_PORT"]), is_master=False, **given)
+        # A second init in one process must not read what the first one wrote.
+        own = prefixed(f"asyncwg/{_meetings + 1}", store)
         _wait_for_all(own, rank, world_size)
     except BaseException:
         if not dist.is_initialized():

@@ -19,7 +19,7 @@ from asyncwg import Worker, WorkerGroupError, distributed, register
 from tests.leaks import bounded
 from tests.process.workers_values import Collective, group
 
-JOIN = 30.0
+JOIN = 50.0
 """Seconds that joining is given on a busy machine."""
 
 
@@ -90,7 +90,7 @@ async def test_a_subprocess_of_a_worker_can_have_a_rendezvous_of_its_own() -> No
 
     def in_subprocess(_worker: Worker, script: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, timeout=60, check=False
+            [sys.executable, "-c", script], capture_output=True, timeout=150, check=False
         )
         return done.stdout.decode().strip() or done.stderr.decode()
 
@@ -170,14 +170,14 @@ def test_a_host_whose_name_nobody_knows_is_no_hindrance() -> None:
     """https://github.com/pytorch/pytorch/issues/74316: the name was looked up all the same."""
     nameless = ["unshare", "-u", "sh", "-c", 'hostname nohost && exec "$@"', "sh"]
     try:
-        subprocess.run([*nameless, "true"], capture_output=True, timeout=10, check=True)
+        subprocess.run([*nameless, "true"], capture_output=True, timeout=50, check=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no hostname of our own can be had here")
     done = subprocess.run(
         [*nameless, sys.executable, "-c", NAMELESS],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
         cwd=Path(__file__).parents[2],
     )
@@ -186,7 +186,7 @@ def test_a_host_whose_name_nobody_knows_is_no_hindrance() -> None:
 
 async def test_a_rank_that_fails_before_it_joins_breaks_off_the_others() -> None:
     """Everyone waited for half an hour: https://github.com/pytorch/pytorch/issues/53395."""
-    async with group(Collective) as wg:
+    async with group(Collective, error_grace=0.2) as wg:
         with pytest.raises(WorkerGroupError) as caught:
             await bounded(wg.fail_before_joining(1))
         assert [str(error) for error in caught.value.exceptions] == ["bad row 7"]
@@ -197,15 +197,24 @@ async def test_a_rank_that_never_comes_is_named_by_those_that_wait_for_it() -> N
     """https://github.com/pytorch/pytorch/issues/52848."""
     async with group(Collective) as wg:
         with pytest.raises(RuntimeError, match="rank 1 of 2 ranks has not called") as caught:
-            await bounded(wg[0].join_as_worker(timeout=2.0), 15)
+            await bounded(wg[0].join_as_worker(timeout=1.0))
         assert getattr(caught.value, "rank", None) == 0
 
 
 async def test_a_rank_that_has_waited_in_vain_meets_the_others_when_it_tries_again() -> None:
     """It tried under another prefix than the rank that had come late, and so did both for ever."""
     async with group(Collective) as wg:
-        with pytest.raises(RuntimeError, match="has not called"):
-            await bounded(wg[0].join_as_worker(timeout=0.3), JOIN)
+        told = ""
+        for seconds in (
+            0.3,
+            3.0,
+            30.0,
+        ):  # one of them is enough to reach the store on a busy machine
+            if "has not called" not in told:
+                with pytest.raises(RuntimeError) as caught:
+                    await bounded(wg[0].join_as_worker(timeout=seconds), JOIN)
+                told = str(caught.value)
+        assert "has not called" in told
         assert await bounded(wg.join_as_worker(timeout=JOIN), JOIN) == [("gloo", 2)] * 2
         assert await bounded(wg.sum_of_ones()) == [2.0, 2.0]
         await bounded(wg.leave())
@@ -213,11 +222,39 @@ async def test_a_rank_that_has_waited_in_vain_meets_the_others_when_it_tries_aga
         assert await bounded(wg.sum_of_ones()) == [2.0, 2.0]
 
 
+def _fail_to_connect(worker: Worker) -> str:
+    """Join when the store does not answer in time, as on a machine that is busy with others."""
+    import torch.distributed as dist
+
+    plain: Any = dist.TCPStore  # type: ignore[attr-defined]  # not in its stub's __all__
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise dist.DistNetworkError("no answer in time")
+
+    dist.TCPStore = refuse  # type: ignore[attr-defined, assignment]
+    try:
+        worker.init_process_group()
+    except dist.DistNetworkError as error:
+        return str(error)
+    finally:
+        dist.TCPStore = plain  # type: ignore[attr-defined]
+    return "joined"
+
+
+async def test_a_rank_that_could_not_connect_meets_the_others_when_it_tries_again() -> None:
+    """It looked for them by another name than they for it, as torch had counted its first try."""
+    async with group(Collective) as wg:
+        assert await bounded(wg[0].run(_fail_to_connect)) == "no answer in time"
+        assert await bounded(wg.join_as_worker(timeout=JOIN), JOIN) == [("gloo", 2)] * 2
+        assert await bounded(wg.sum_of_ones()) == [2.0, 2.0]
+
+
 async def test_ranks_that_still_wait_meet_one_that_has_gone_and_come_back() -> None:
     """Its key was there before the last rank came, and nobody was behind it any more."""
     async with group(Collective, 3) as wg:
         patient = wg[1].join_as_worker(timeout=JOIN)
-        with pytest.raises(RuntimeError, match="rank 2 of 3 ranks has not called"):
+        # Rank 1 may not be there yet either.
+        with pytest.raises(RuntimeError, match=r"rank (1, )?2 of 3 ranks has not called"):
             await bounded(wg[0].join_as_worker(timeout=1.0), JOIN)
         late = wg[2].join_as_worker(timeout=JOIN)
         again = wg[0].join_as_worker(timeout=JOIN)
