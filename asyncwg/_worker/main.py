@@ -19,7 +19,8 @@ from asyncwg._wire.frames import Kind, pack, unpack
 from asyncwg._wire.launch import Descriptors, Init
 from asyncwg._worker.blocks import Blocks
 from asyncwg._worker.boot import prepare, read_record
-from asyncwg._worker.lanes import AsyncLane, ComputeLane, ControlLane
+from asyncwg._worker.control import ControlLane
+from asyncwg._worker.lanes import AsyncLane, ComputeLane
 from asyncwg._worker.parts import Objects, blaming, hooks_of, objects_of, raise_together
 from asyncwg._worker.service import Service, UnreadableError
 
