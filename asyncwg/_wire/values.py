@@ -99,7 +99,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     name = _by_numpy.get(tensor.dtype)
     if name is not None and tensor.layout is torch.strided and tensor.is_contiguous():
         try:
-            array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+            array = _array_of(tensor.detach() if tensor.requires_grad else tensor)
         except (TypeError, RuntimeError):  # on a device, lazily conjugated, without memory
             return _reduce_slowly(tensor)
         if not array.size:
@@ -137,7 +137,25 @@ def _reduce_slowly(tensor: Any) -> Any:
         return _empty_tensor, (name, shape)
     # A single element counts as contiguous whatever its stride, and has no view as bytes then.
     flat = flat.as_strided(flat.shape, (1,))
-    return _raw_tensor, (name, shape, pickle.PickleBuffer(flat.view(torch.uint8).numpy()))
+    return _raw_tensor, (name, shape, pickle.PickleBuffer(_array_of(flat.view(torch.uint8))))
+
+
+def _array_of(tensor: Any) -> Any:
+    """Return an array over a tensor's memory; `is_own` tells of its base whether torch owns that."""
+    # Before there is an array: torch forbids to resize the storage from then on.
+    own = tensor.nbytes >= STRIDED_FROM and tensor.untyped_storage().resizable()
+    array = tensor.numpy()
+    if own:
+        array.base.asyncwg_own = True  # an alias that nobody else has
+    return array
+
+
+def is_own(alias: Any) -> bool:
+    """Whether a large tensor's memory was torch's own, when the array whose base ``alias`` is was made of it.
+
+    That of numpy, of a buffer, of a file or of shared memory can be reached without torch.
+    """
+    return getattr(alias, "asyncwg_own", False)
 
 
 def _reduce_parameter(parameter: Any) -> Any:
