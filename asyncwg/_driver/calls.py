@@ -274,9 +274,19 @@ class Calls:
                 found.append(pending)
         return found
 
-    def waiting_for(self, rank: int) -> list[Pending]:
-        """Return the calls that ``rank`` still owes an answer, oldest first."""
-        return [pending for pending in self._pending.values() if pending.owes(rank)]
+    def returned(self, rank: int, call_id: int) -> None:
+        """Take it from a rank that its method has returned, and that it goes on before it answers."""
+        pending = self._pending.get(call_id)
+        if pending is not None:
+            pending.returned |= {rank}
+
+    def running_on(self, rank: int) -> Pending | None:
+        """Return the call that ``rank`` is at, as far as is known: the oldest that has not returned there.
+
+        If all it owes has returned, that is the oldest of these; None where it owes nothing.
+        """
+        owed = [pending for pending in self._pending.values() if pending.owes(rank)]
+        return next((each for each in owed if rank not in each.returned), owed[0] if owed else None)
 
     def fail_all(self, error_of: Callable[[Pending], Exception]) -> None:
         """Fail every call, each with an exception of its own."""

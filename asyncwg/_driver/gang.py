@@ -35,7 +35,7 @@ from asyncwg._driver.rank import COMPUTE, Rank, RankState
 from asyncwg._driver.transfers import Transfers
 from asyncwg._driver.watch import Watch
 from asyncwg._wire import codec, failures
-from asyncwg._wire.frames import ITEMS, Buffer, Kind, pack, unpack
+from asyncwg._wire.frames import BESIDE, ITEMS, Buffer, Kind, pack, unpack
 from asyncwg.errors import (
     CallTimeoutError,
     GroupBrokenError,
@@ -256,6 +256,8 @@ class Gang:
             self._ranks[rank].state = RankState.READY
             self.calls.answered(rank, call_id)
         elif kind == Kind.OFFER:
+            if flags & BESIDE:
+                self.calls.returned(rank, call_id)
             self.transfers.offered(rank, call_id, self.calls.get(call_id), body)
         elif kind == Kind.RELEASE:
             self.transfers.released(rank, body)
@@ -325,7 +327,7 @@ class Gang:
         self._launch_died(index, code)
 
     def _launch_died(self, index: int, code: int | None) -> None:
-        waiting = self.calls.waiting_for(index)
+        running = self.calls.running_on(index)
 
         def explained(pending: Pending | None) -> WorkerDiedError:
             return explain(
@@ -339,7 +341,6 @@ class Gang:
                 guardian_pid=self._processes.guardian_gone,
             )
 
-        running = waiting[0] if waiting else None
         if self._stopping is not None:
             self._stopping.errors.append(explained(None))
             self._stopped(index)

@@ -59,6 +59,8 @@ class Pending:
     """Called whenever a rank has answered."""
     joins: Sequence[int] = ()
     """The ranks whose results will be joined, in that order."""
+    returned: frozenset[int] = frozenset()
+    """The ranks whose method has returned, while their answer is written beside the next call."""
     region: Region | None = None
     """Where they are to stand side by side."""
     references: Sequence[Block] = ()

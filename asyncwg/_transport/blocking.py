@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 from collections.abc import Sequence
 
@@ -22,6 +23,13 @@ class BlockingChannel:
         self._sock = sock
         self._receive = sock.recv_into
         self._assembler = Assembler()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    @property
+    def more(self) -> bool:
+        """Whether something has come behind the frame that is being delivered. For the thread that reads."""
+        return self._assembler.rest > 0 or bool(self._poll.poll(0))
 
     def read(self, deliver: Deliver) -> bool:
         """Wait for bytes and deliver the frames they complete, in this thread.

@@ -117,6 +117,10 @@ ARENA: Final = 4
 
 STREAM: Final = 8
 """Flag of a CALL or RUN: the method is a generator, and what it yields is sent as ITEMs."""
+
+BESIDE: Final = 16
+"""Flag of an OFFER: the method has returned, and its lane takes the next call before this is answered."""
+
 ITEMS: Final = struct.Struct("<Q")
 """Body of STARTED: how many items of a generator have been begun. Of CANCEL: at which one it is to end."""
 STREAM_WINDOW: Final = 2
@@ -266,6 +270,8 @@ class Assembler:
         self._body: memoryview | None = None
         self._filled = 0
         self._header: tuple[int, ...] = ()
+        self.rest = 0
+        """Bytes that have come behind the frame that is being delivered."""
 
     def room(self) -> memoryview:
         """Where to put the next bytes; never empty."""
@@ -289,6 +295,7 @@ class Assembler:
             if self._filled < len(self._body):
                 return
             body, self._body = self._body, None
+            self.rest = 0
             call_id, kind, flags, aux, n_buffers = self._header
             deliver(call_id, kind, flags, aux, n_buffers, body)
             return
@@ -309,6 +316,7 @@ class Assembler:
                     self._body[: self._filled] = memory[body_start:end]
                     return
                 break
+            self.rest = end - stop
             if n_buffers:
                 owned = allocate(size)
                 owned[:] = memory[body_start:stop]

@@ -88,12 +88,17 @@ class Blocks:
             return pack(Kind.RELEASE, 0, b"".join(pairs)) if pairs else None
 
     def offer(
-        self, call_id: int, shipment: Shipment, answer: Callable[[Grant], None], lane: int
+        self,
+        call_id: int,
+        shipment: Shipment,
+        answer: Callable[[Grant], None],
+        lane: int,
+        flags: int = 0,
     ) -> list[Buffer]:
         """Return the frame that asks for a place; ``answer`` is called by the control lane's thread."""
         self._waiting[call_id] = answer
         sizes = struct.pack(f"<{len(shipment.sizes)}Q", *shipment.sizes)
-        return pack(Kind.OFFER, call_id, sizes, aux=lane)
+        return pack(Kind.OFFER, call_id, sizes, flags=flags, aux=lane)
 
     def granted(self, call_id: int, flags: int, n_buffers: int, body: memoryview) -> None:
         """Take a GRANT frame."""
@@ -149,6 +154,11 @@ class Blocks:
         """Make blocks this process's own, because the controller is short of room."""
         for offset in offsets:
             self.mapping.own(offset)
+
+    def wake(self) -> None:
+        """Have the control lane tell what was let go."""
+        if self._gone:
+            os.eventfd_write(self.woken, 1)
 
     def _let_go(self, offset: int, count: int) -> None:
         self._gone.append((offset, count))

@@ -13,15 +13,17 @@ import inspect
 import queue
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from asyncwg._transport.aio import SocketChannel
 from asyncwg._transport.blocking import BlockingChannel
-from asyncwg._wire.frames import NONE, Buffer, Kind, pack
+from asyncwg._wire.frames import BESIDE, NONE, Buffer, Kind, pack
 from asyncwg._wire.shipment import Shipment
+from asyncwg._wire.sole import sole
 from asyncwg._wire.sources import version_of
 from asyncwg._worker import context
+from asyncwg._worker.answers import Answers
 from asyncwg._worker.blocks import Blocks, Grant
 from asyncwg._worker.context import CurrentCall
 from asyncwg._worker.credits import LoopCredits, ThreadCredits
@@ -46,6 +48,7 @@ class ComputeLane:
         self._blocks: Blocks | None = None
         self._thread = threading.get_ident()
         self._stop_id: int | None = None
+        self._answers = Answers(self.channel.send)
 
     def wait_for(self, kind: Kind) -> tuple[memoryview, int, int]:
         """Read until a frame of ``kind`` comes; return its body, number of buffers and call id."""
@@ -72,6 +75,7 @@ class ComputeLane:
                     raise SystemExit(0)
         except ConnectionError:  # nobody takes the answer any more: no news for stderr
             raise SystemExit(0) from None
+        self._answers.wait()
         return self._stop_id
 
     def _deliver(
@@ -85,12 +89,20 @@ class ComputeLane:
             blocks.answering = self._thread
             reply = self._run(call_id, kind, flags, aux, n_buffers, body)
             blocks.answering = None
+            if self._answers.under_way and reply is None:
+                blocks.wake()  # the answer has gone ahead of what was let go since
+                return
             # Here the arguments are gone: what they stood in is told with the answer.
             gone = blocks.let_go()
             if gone is not None:
                 reply = [*gone, *reply] if reply is not None else gone
             if reply is not None:
-                self.channel.send(reply)
+                self._send(reply)
+
+    def _send(self, pieces: Sequence[Buffer]) -> None:
+        """Send a frame behind the answer that is under way."""
+        self._answers.wait()
+        self.channel.send(pieces)
 
     def _run(
         self, call_id: int, kind: int, flags: int, aux: int, n_buffers: int, body: memoryview
@@ -127,8 +139,33 @@ class ComputeLane:
             return service.unsendable(call_id, call.method, value, error)
         meshes = service.meshes()
         if meshes is not None:
-            self.channel.send(meshes)
-        return self._place(service, call_id, reply) if isinstance(reply, Shipment) else reply
+            self._send(meshes)
+        if not isinstance(reply, Shipment):
+            return reply
+        del value, function
+        args, kwargs = (), {}  # who has the value now is somebody else
+        if self.channel.more:
+            self._answers.wait()
+            alone = sole(reply.sources)
+            if alone is not None:
+                self._hand_over(service, call_id, reply._replace(sources=alone))
+                return None
+        return self._place(service, call_id, reply)
+
+    def _hand_over(self, service: Service, call_id: int, large: Shipment) -> None:
+        """Have a large value that nobody else can write to answered beside the next call."""
+        blocks = service.blocks
+        versions = [version_of(source) for source in large.sources]
+
+        def finish(grant: Grant) -> list[Buffer]:
+            try:
+                return blocks.place(call_id, large, versions, grant)
+            except Exception as error:  # noqa: BLE001  # no room
+                return service.failure(call_id, error)
+
+        offer = blocks.offer(call_id, large, self._answers.begin(finish), 0, flags=BESIDE)
+        # Nobody but this thread sends before the offer is answered.
+        self.channel.send([*(blocks.let_go() or ()), *offer])
 
     def _give(self, service: Service, call: CurrentCall, items: Iterator[Any]) -> None:
         """Send what a generator yields, as fast as it is read."""
@@ -151,7 +188,7 @@ class ComputeLane:
                 if isinstance(reply, Shipment):
                     reply = self._placed(service, call.id, reply, Kind.ITEM)
                 del item
-                self.channel.send([*(blocks.let_go() or ()), *reply])
+                self._send([*(blocks.let_go() or ()), *reply])
         finally:
             close = getattr(items, "close", None)
             if close is not None:
@@ -168,7 +205,7 @@ class ComputeLane:
         answer: queue.SimpleQueue[Grant] = queue.SimpleQueue()
         # An ``async def`` method may run meanwhile, and write to what both know.
         versions = [version_of(source) for source in large.sources]
-        self.channel.send(service.blocks.offer(call_id, large, answer.put, 0))
+        self._send(service.blocks.offer(call_id, large, answer.put, 0))
         return service.blocks.place(call_id, large, versions, answer.get(), kind)
 
 
