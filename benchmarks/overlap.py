@@ -1,7 +1,11 @@
 """How close a trainer that is one step off comes to perfect overlap.
 
-A rollout group makes a batch in a given time, a trainer group works on it for the same time; both sleep, so
-nothing but the runtime is measured. With perfect overlap a step takes as long as one of them.
+A rollout group makes a batch in a given time, a trainer group works on it for the same time. In all
+libraries alike a rollout makes a new tensor, as real ones do, and then sleeps for what is left of its
+time; a trainer reads the batch, and sleeps likewise. So nothing but the runtime is measured, and what
+waking up from a sleep takes: a loop that makes batches in this way without any runtime shows how much
+that is. With perfect overlap a step takes as long as one of the two.
+
 ``python -m benchmarks.overlap LIBRARY WORKERS SECONDS MEGABYTES`` is one run in a process of its own.
 """
 
@@ -22,7 +26,9 @@ import asyncwg
 from asyncwg import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from benchmarks.process import missing
 
-LIBRARIES = ("asyncwg", "asyncwg, one call after the other", "ray")
+ALONE = "no runtime"
+"""The rollout's steps in a loop, in one process: nobody is given the batches."""
+LIBRARIES = (ALONE, "asyncwg", "asyncwg, one call after the other", "ray")
 CASES = ((0.05, 16), (0.005, 1))
 """Seconds of a step, and megabytes of a batch."""
 SIZES = (2, 4, 8)
@@ -38,24 +44,27 @@ class Side(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, prompts: torch.Tensor, seconds: float, columns: int) -> torch.Tensor:
-        batch = _batch(len(prompts), columns)
-        time.sleep(seconds)
-        return batch
+        return _generate(len(prompts), columns, seconds)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train(self, batch: torch.Tensor, seconds: float) -> float:
-        time.sleep(seconds)
-        return float(batch[-1, -1])
+        return _train(batch, seconds)
 
 
-_kept: dict[tuple[int, int], torch.Tensor] = {}
+def _generate(rows: int, columns: int, seconds: float) -> torch.Tensor:
+    """Make a batch, which takes so many seconds in all."""
+    end = time.perf_counter() + seconds
+    batch = torch.ones(rows, columns)
+    time.sleep(max(0.0, end - time.perf_counter()))
+    return batch
 
 
-def _batch(rows: int, columns: int) -> torch.Tensor:
-    """Return one batch, made once: what making it costs is not asked."""
-    if (rows, columns) not in _kept:
-        _kept[rows, columns] = torch.ones(rows, columns)
-    return _kept[rows, columns]
+def _train(batch: torch.Tensor, seconds: float) -> float:
+    """Read a batch, which takes so many seconds in all."""
+    end = time.perf_counter() + seconds
+    last = float(batch[-1, -1])
+    time.sleep(max(0.0, end - time.perf_counter()))
+    return last
 
 
 def _steps() -> Iterator[int]:
@@ -87,6 +96,14 @@ class _Rate:
     def per_second(self) -> float:
         assert self._from is not None
         return self._count / (self._last - self._from)
+
+
+def _alone(seconds: float, columns: int) -> float:
+    rate = _Rate()
+    for _ in _steps():
+        _generate(1, columns, seconds)
+        rate.step()
+    return rate.per_second
 
 
 async def _ours(workers: int, seconds: float, columns: int, *, overlap: bool) -> float:
@@ -128,13 +145,10 @@ def _rays(workers: int, seconds: float, columns: int) -> float:
     @ray.remote(num_cpus=1)
     class Actor:
         def generate(self, seconds: float, columns: int) -> torch.Tensor:
-            batch = _batch(1, columns)
-            time.sleep(seconds)
-            return batch
+            return _generate(1, columns, seconds)
 
         def train(self, batch: torch.Tensor, seconds: float) -> float:
-            time.sleep(seconds)
-            return float(batch[-1, -1])
+            return _train(batch, seconds)
 
     side = workers // 2
     rollout: list[Any] = [Actor.remote() for _ in range(side)]
@@ -193,6 +207,8 @@ def main(library: str, workers: int, seconds: float, megabytes: int) -> None:
     columns = megabytes * (1 << 18) // (workers // 2)
     if library == "ray":
         rate = _rays(workers, seconds, columns)
+    elif library == ALONE:
+        rate = _alone(seconds, columns)
     else:
         rate = asyncwg.run(_ours(workers, seconds, columns, overlap=library == "asyncwg"))
     print(json.dumps(rate))
