@@ -171,6 +171,8 @@ class Gang:
             await self._launch_all(frame)
             async with asyncio.timeout(timeout):
                 await starting.done
+                # A rank may have answered before the guardian came to tell who it is.
+                await self._processes.known(len(self._ranks))
             if self._broken is not None:  # since the last of them was ready
                 raise self._broken
             self.usable = True

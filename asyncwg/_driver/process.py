@@ -72,6 +72,11 @@ class Processes:
             else:
                 return
 
+    async def known(self, ranks: int) -> None:
+        """Wait until the guardian has told of so many processes, or is gone."""
+        while len(self.pids) < ranks and self.guardian_gone is None:
+            await self._new_change()
+
     def alive(self, rank: int) -> bool:
         """Whether the process of ``rank`` was started and has not been seen to end."""
         return rank in self._pidfds and rank not in self._exited

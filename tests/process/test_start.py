@@ -27,6 +27,9 @@ from asyncwg import (
     WorkerStartError,
     register,
 )
+from asyncwg._driver.gang import Gang
+from asyncwg._driver.process import Processes
+from asyncwg._driver.rank import RankState
 from tests.leaks import PATIENCE, bounded
 from tests.process.workers_life import AtHome, Fifo, Hooks, Late, LateTwice, Steps, alive, group
 
@@ -164,6 +167,32 @@ async def test_a_start_that_takes_too_long_names_the_ranks_and_leaves_nothing(
     assert "rank 1" in str(late)
     assert "Late.__init__" in str(late)
     assert f"after {seconds} s" in str(late)
+
+
+async def test_the_processes_of_a_group_are_known_when_its_start_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A guardian that has to wait for a processor tells of a rank when that has long answered."""
+    late: list[Callable[[], None]] = []
+    take, receive = Processes._take, Gang._receive_rare
+
+    def take_late(self: Processes, message: dict[str, Any], fds: list[int]) -> None:
+        if message["event"] == "started":
+            late.append(lambda: take(self, message, fds))
+        else:
+            take(self, message, fds)
+
+    def receive_and_tell(self: Gang, *args: Any) -> None:
+        receive(self, *args)
+        if all(rank.state is RankState.READY for rank in self._ranks):
+            while late:
+                self._loop.call_soon(self._loop.call_soon, late.pop())
+
+    monkeypatch.setattr(Processes, "_take", take_late)
+    monkeypatch.setattr(Gang, "_receive_rare", receive_and_tell)
+    async with group(Steps, 2) as wg:
+        assert wg.alive
+        assert wg.pids == await bounded(wg.pid())
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(
