@@ -142,12 +142,21 @@ def _reduce_slowly(tensor: Any) -> Any:
 
 def _array_of(tensor: Any) -> Any:
     """Return an array over a tensor's memory; `is_own` tells of its base whether torch owns that."""
-    # Before there is an array: torch forbids to resize the storage from then on.
-    own = tensor.nbytes >= STRIDED_FROM and tensor.untyped_storage().resizable()
+    own = tensor.nbytes >= STRIDED_FROM and _owns_its_memory(tensor.untyped_storage())
     array = tensor.numpy()
     if own:
         array.base.asyncwg_own = True  # an alias that nobody else has
     return array
+
+
+def _owns_its_memory(storage: Any) -> bool:
+    # Once there is an array over it, torch forbids to resize it: so it is remembered.
+    if getattr(storage, "asyncwg_own", False):
+        return True
+    own: bool = storage.resizable()
+    if own:
+        storage.asyncwg_own = True
+    return own
 
 
 def is_own(alias: Any) -> bool:

@@ -89,7 +89,7 @@ class ComputeLane:
             blocks.answering = self._thread
             reply = self._run(call_id, kind, flags, aux, n_buffers, body)
             blocks.answering = None
-            if self._answers.under_way and reply is None:
+            if reply is None and self._answers.under_way:
                 blocks.wake()  # the answer has gone ahead of what was let go since
                 return
             # Here the arguments are gone: what they stood in is told with the answer.

@@ -71,6 +71,8 @@ SOLE: dict[str, Callable[[], Any]] = {
     "a tensor": tensor,
     "a bfloat16 tensor": lambda: torch.ones(BIG * 2, dtype=torch.bfloat16),
     "several in a dict": lambda: {"a": tensor(), "b": [tensor(), array()]},
+    "views of one tensor": lambda: list(torch.ones(2, BIG)),
+    "a slice": lambda: torch.ones(2 * BIG)[BIG:],
     "one tensor twice": lambda: [tensor()] * 2,
     "a tensor with a graph": lambda: torch.ones(BIG, requires_grad=True).exp(),
     "a parameter": lambda: torch.nn.Parameter(tensor()),
@@ -109,6 +111,8 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: torch.ones(BIG, requires_grad=True),
         lambda value: value * value,
     ),
+    "one of two views": (lambda: list(torch.ones(2, BIG)), lambda value: value[1]),
+    "what two views are of": (lambda: list(torch.ones(2, BIG)), lambda value: value[1]._base),
     "a list": (lambda: [tensor()], lambda value: value),
     "one of several": (lambda: [tensor(), tensor()], lambda value: value[1]),
     "the tensor of a subclass": (lambda: tensor().as_subclass(Special), lambda value: value),
@@ -186,6 +190,12 @@ def test_what_a_generators_frame_holds_is_not_found_sole(make: Callable[[], Any]
     running = items()
     assert not returned(lambda: next(running))
     running.close()
+
+
+def test_what_was_kept_before_is_found_sole_when_it_is_not_kept_any_more() -> None:
+    kept = [tensor()]
+    assert not returned(lambda: kept[0])
+    assert returned(kept.pop)
 
 
 def test_what_is_not_contiguous_is_not_found_sole() -> None:
