@@ -27,7 +27,7 @@ from asyncwg._driver.arena import arena
 from asyncwg._driver.pending import Pending
 from asyncwg._wire.frames import Kind, pack
 from asyncwg._wire.shipment import ARENA_FROM
-from tests.leaks import bounded
+from tests.leaks import PATIENCE, bounded
 from tests.process.workers_beside import ELEMENTS, WAYS, Beside
 from tests.process.workers_life import Fifo
 from tests.process.workers_values import group
@@ -151,12 +151,12 @@ async def test_the_next_call_waits_for_an_answer_that_it_could_write_to(
     )
     await kept.come()
     await bounded(wg.ping())
-    assert "idle" in str(await bounded(wg.stacks()))  # no method runs
+    assert "idle" in str(await bounded(wg.stacks(PATIENCE)))  # no method runs
     kept.go_on()
     [value] = await bounded(first)
     assert is_full_of(value, 1)
     await bounded(started.taken())
-    assert "in hold" in str(await bounded(wg.stacks()))
+    assert "in hold" in str(await bounded(wg.stacks(PATIENCE)))
     release.put()
     await bounded(second)
 
