@@ -99,7 +99,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     name = _by_numpy.get(tensor.dtype)
     if name is not None and tensor.layout is torch.strided and tensor.is_contiguous():
         try:
-            array = _array_of(tensor.detach() if tensor.requires_grad else tensor)
+            flat = tensor.detach() if tensor.requires_grad else tensor
+            array = flat.numpy() if flat.nbytes < STRIDED_FROM else _array_of(flat)
         except (TypeError, RuntimeError):  # on a device, lazily conjugated, without memory
             return _reduce_slowly(tensor)
         if not array.size:

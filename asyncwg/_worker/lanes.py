@@ -101,7 +101,8 @@ class ComputeLane:
 
     def _send(self, pieces: Sequence[Buffer]) -> None:
         """Send a frame behind the answer that is under way."""
-        self._answers.wait()
+        if self._answers.under_way:
+            self._answers.wait()
         self.channel.send(pieces)
 
     def _run(
