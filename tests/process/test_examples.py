@@ -64,7 +64,7 @@ def shown() -> list[Shown]:
     ]
 
 
-def run(arguments: Sequence[str], *, code: str | None = None) -> str:
+def run(arguments: Sequence[str], *, code: str | None = None, seconds: float = LIMIT) -> str:
     """Run Python to its end and return what it prints; nothing that it started may be left."""
     variable, value = "ASYNCWG_TEST_MARK", uuid.uuid4().hex
     done = subprocess.run(
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str], *, code: str | None = None) -> str:
         input=code,
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=seconds,
         cwd=ROOT,
         # Threads of several processes that spin on few cores would stand in each other's way.
         env={**os.environ, "OMP_NUM_THREADS": "1", variable: value},
