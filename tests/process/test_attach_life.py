@@ -287,8 +287,9 @@ async def main():
     permit.put(2)
     await bounded(heard())
     await bounded(wg.check_health(timeout=PATIENCE))
+    # Dropped by all or run by all. Before or after the other lane's cancelled method, that is each rank's.
     seen = await bounded(wg.noted())
-    assert seen[0] == seen[1]
+    assert sorted(seen[0]) == sorted(seen[1])
 
 
 async def test_a_rank_that_dies_tells_everybody_and_the_host_ends_with_the_last_handle(
