@@ -195,7 +195,10 @@ async def test_large_values_do_not_stand_in_dev_shm(wg: WorkerGroup) -> None:
     """Docker gives it 64 MB: https://github.com/pytorch/pytorch/issues/58386."""
     results = [await bounded(wg.zeros(1 << 20)) for _ in range(50)]
     maps = [m.path for pid in (os.getpid(), *wg.pids) for m in psutil.Process(pid).memory_maps()]
-    assert [path for path in maps if path.startswith("/dev/shm")] == []
+    # Semaphores of multiprocessing, which a library that was imported may have made, hold no values.
+    semaphores = "/dev/shm/sem."
+    found = [path for path in maps if path.startswith("/dev/shm")]
+    assert [path for path in found if not path.startswith(semaphores)] == []
     assert len(results) == 50
 
 
