@@ -11,8 +11,8 @@ from rich.text import Text
 
 from .modes import MODES
 from .picture import draw
-from .record import Record, bars
-from .run import Cores, Run, mean, start
+from .record import Record, bars, mean
+from .run import Cores, Run, start
 from .sampler import Group
 from .settings import Settings
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -82,7 +83,7 @@ class Record:
 
     def mean(self, key: str) -> float:
         """Return the mean over all steps of what was written down as ``key``."""
-        return sum(line[key] for line in self.lines) / len(self.lines)
+        return mean(line[key] for line in self.lines)
 
     def busy(self, group: str) -> float:
         """Return for which share of the run this group's ranks were busy."""
@@ -105,6 +106,11 @@ class Record:
                 share = (reward - before) / (after - before)
                 return step + share * (next_step - step), seconds + share * (next_seconds - seconds)
         return None
+
+
+def mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / max(len(listed), 1)
 
 
 def bars(console: Console) -> Progress:

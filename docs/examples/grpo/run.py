@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from asyncwg import ClassWithInitArgs, DataProto, ResourcePool, RowsStatistics, 
 
 from .policy import padded, text_of
 from .questions import Questions
-from .record import Record
+from .record import Record, mean
 from .sampler import Answer, Group
 from .settings import Settings
 from .workers import Rollout, Trainer
@@ -42,7 +42,6 @@ class Run:
     rollout: WorkerGroup
     link: Any
     record: Record
-    version: int = 0
     kept: list[tuple[int, float, State]] = field(default_factory=list)
     """Steps, seconds, and the weights at that time."""
 
@@ -88,8 +87,8 @@ class Run:
         # Shards by index: the ranks' rows are as many, give or take one.
         parts = await self.trainer.learn(batch, tokens=tokens)
         taught = sum(part["tokens"] for part in parts)
-        self.version += 1
-        stale = [self.version - 1 - group.version for group in groups]
+        version = len(self.record.lines)  # before this step
+        stale = [version - group.version for group in groups]
         lengths = [len(answer.tokens) for group in groups for answer in group.answers]
         self.record.step(
             reward=mean(reward for each in rewards for reward in each),
@@ -104,7 +103,7 @@ class Run:
 
     async def publish(self) -> None:
         """Give the rollout group the trainer's weights."""
-        await self.link.broadcast_state("state", "load")
+        await self.link.broadcast_state("weights", "load")
 
     async def held_out(self, samples: int = 0) -> float:
         """Return the mean reward on the held-out questions; ``samples`` as for `evaluate`."""
@@ -145,11 +144,6 @@ class Run:
 
     def note(self, rows: RowsStatistics) -> None:
         self.record.rows = rows
-
-
-def mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / max(len(listed), 1)
 
 
 def batch_of(

@@ -80,8 +80,6 @@ class Sampler:
     ) -> None:
         self.model = model
         self.version = 0
-        self.tokens = 0
-        """How many have been sampled."""
         self._device = next(model.parameters()).device
         self._end, self._padding, self._longest, self._slots = end, padding, longest, slots
         self._seed = seed
@@ -133,7 +131,6 @@ class Sampler:
             answer.log_probabilities.append(value)
             answer.versions.append(self.version)
             answer.finished = token == self._end or len(answer.tokens) == self._longest
-        self.tokens += len(self._rows)
         self._keep([i for i, row in enumerate(self._rows) if not row.answer.finished])
 
     def _forward(

@@ -219,17 +219,14 @@ class Trainer(Busy):
                 "divergence": divergence.item(),
             }
 
-    @asyncwg.register(execute_mode=Execute.RANK_ZERO)
-    def weights(self) -> dict[str, Tensor]:
-        return self.state()
-
     @asyncwg.register()
     def load(self, state: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state[name])
 
-    def state(self) -> dict[str, Tensor]:
+    @asyncwg.register(execute_mode=Execute.RANK_ZERO)
+    def weights(self) -> dict[str, Tensor]:
         """Return what the other group needs to sample with."""
         version = torch.tensor(self.version)
         return {"version": version, **{n: p.detach() for n, p in self.parameters.items()}}
